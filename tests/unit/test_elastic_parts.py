@@ -22,7 +22,7 @@ from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import PATIENCE, GradientGate
 from smolcluster.engine.elastic.server_side import ServerSide
-from smolcluster.parallel.shards import buddy, owners, providers, ward
+from smolcluster.parallel.shards import backed_up_by, backup_of, owners, providers
 
 # balance
 
@@ -155,8 +155,8 @@ def test_every_parameter_has_one_owner_and_loads_are_even(sizes: list[int], memb
 @given(st.integers(1, 9))
 def test_buddies_and_wards_are_inverse(members: int) -> None:
     for place in range(members):
-        assert ward(buddy(place, members), members) == place
-        assert members == 1 or buddy(place, members) != place
+        assert backed_up_by(backup_of(place, members), members) == place
+        assert members == 1 or backup_of(place, members) != place
 
 
 @given(st.integers(2, 9), st.integers(0, 8))
@@ -167,7 +167,7 @@ def test_one_loss_leaves_a_provider_for_everything(members: int, lost: int) -> N
 
 def test_a_member_and_its_buddy_are_too_much_to_lose() -> None:
     assert providers(["a", None, "c", "d"]) == ["a", "c", "c", "d"]
-    with pytest.raises(LookupError, match="member 1 and its buddy are gone"):
+    with pytest.raises(LookupError, match="member 1 and its backup are gone"):
         providers(["a", None, None, "d"])
 
 

@@ -130,7 +130,7 @@ def test_hybrid_cuts_up_inside_a_machine(strategy: Any, options: dict[str, Any],
 def test_hybrid_needs_as_many_neighbours_on_each_machine(machines: str, said: str) -> None:
     found = [Node(name=f"worker-{i}", machine=machine) for i, machine in enumerate(machines)]
     with pytest.raises(
-        UserError, match=f"neighbouring ranks are {said}; use as many on each machine, next to each other"
+        UserError, match=f"consecutive ranks are {said}; use the same number on each machine, with consecutive ranks"
     ):
         ShardedFSDP.plan(FSDPOptions(shard_size="node"), found, None).checked()
 

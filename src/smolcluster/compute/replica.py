@@ -38,7 +38,7 @@ MOST_SKIPPED = 20  # steps in a row whose gradients were not finite, before a ru
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one worker reads in one step: one part per micro-batch, each as `Task.loss` wants it."""
+    """The batch of one worker in one step: a part per micro-batch, each an argument of `Task.loss`."""
 
     parts: Sequence[Any]
     samples: int
@@ -48,7 +48,7 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """What this batch counts beside those of other workers."""
+        """The weight of this batch among those of other workers."""
         return self.samples if self.counts is None else sum(self.counts)
 
     @property

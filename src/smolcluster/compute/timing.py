@@ -1,4 +1,4 @@
-"""Learning something from a device without making it wait: how long a stretch took, what a number is."""
+"""Time spans and flags of a device, without synchronizing it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Span:
-    """A stretch of time. On a GPU it is marked in the stream and read later, so that measuring does not make it wait."""
+    """A time span. On a GPU it is recorded as events and read later, without synchronizing."""
 
     __slots__ = ("_device", "_from", "_to")
 
@@ -23,7 +23,7 @@ class Span:
         return self
 
     def seconds(self) -> float:
-        """On a GPU this waits until the end of the span has run."""
+        """Return the seconds. On a GPU waits for the end event."""
         if isinstance(self._from, float) or isinstance(self._to, float):
             return float(self._to) - float(self._from)  # type: ignore[arg-type]
         self._to.synchronize()
@@ -38,10 +38,7 @@ class Span:
 
 
 class DelayedFlag:
-    """Reads a number from the device without making it wait.
-
-    On a CPU the number is there at once. On a GPU it is copied aside and read one step later, which every rank does alike.
-    """
+    """Read a flag from the device without synchronizing: at once on a CPU, one step later on a GPU, alike on every rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = torch.zeros(1, pin_memory=True) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best so far: by the metric that `training.best` names."""
+"""Track the best checkpoint so far, by the metric that `training.best` names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Best:
         self._least = math.inf  # the best value so far, times the sign
 
     def improves(self, evaluation: Mapping[str, float]) -> bool:
-        """Take an evaluation; whether it is the best so far. NaN is not, and leaves the best as it was."""
+        """Take an evaluation; return whether it is the best so far. NaN never is."""
         value = self._sign * evaluation.get(f"val_{self.name}", math.nan)
         if not value < self._least:
             return False
@@ -26,7 +26,7 @@ class Best:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """For state.json. A run that follows another metric from here on begins anew."""
+        """Return the state for state.json. A run that resumes with another metric starts without a best."""
         value = self._sign * self._least if math.isfinite(self._least) else None
         if self.said == "loss, min":
             return {"best_val_loss": value}

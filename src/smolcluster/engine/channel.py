@@ -1,4 +1,4 @@
-"""How the outside reaches a worker: a request to stop, the rendezvous port, the launcher's death.
+"""The control channel of a worker: stop requests, the rendezvous port, the death of the launcher.
 
 PipeChannel      under our launcher: JSON lines on standard input; its end means the launcher is gone
 SignalChannel    on its own (torchrun, one rank by hand): SIGINT, SIGTERM and SIGHUP
@@ -27,12 +27,12 @@ ORPHAN_GRACE_S = 30.0
 
 
 class ControlChannel(Protocol):
-    orphaned: bool  # the launcher is gone, and did not say that it would go
+    orphaned: bool  # the launcher died
 
     def stop_requested(self) -> bool: ...
 
     def rendezvous_port(self) -> int:
-        """Wait until the launcher tells which port rank 0 listens on; 0 where the port was given at the start."""
+        """Wait for the port of rank 0 from the launcher; 0 where the port was given at the start."""
 
     @property
     def announce(self) -> Callable[[int], None] | None:
@@ -40,7 +40,7 @@ class ControlChannel(Protocol):
 
 
 class SignalChannel:
-    """The first signal asks for a clean end, the second one ends at once; two that come together are one (`timeout` sends
+    """The first signal requests a clean stop, the second ends at once; two close together count as one (`timeout` sends
     its signal to the process and to its group).
 
     Python runs signal handlers on the main thread, which may wait in C++ for minutes (for a rank that does not come). So the
@@ -54,7 +54,7 @@ class SignalChannel:
         self._stop = False
         self._ears, mouth = socket.socketpair()
         mouth.setblocking(False)
-        self._mouth = mouth  # open as long as the process lives
+        self._mouth = mouth  # keep open while the process lives
         signal.set_wakeup_fd(mouth.fileno())
         self._numbers, self._shown = stop_signals(), terminals()
         for number in self._numbers:
@@ -72,7 +72,7 @@ class SignalChannel:
             self._stop = True
             self._ears.settimeout(SIGNALS_TOGETHER_S)
             with contextlib.suppress(TimeoutError):
-                while self._ears.recv(1):  # those that came with it
+                while self._ears.recv(1):  # signals that count as the same one
                     pass
             self._ears.settimeout(None)
             log.warning("stopping after this step and saving; once more to stop at once")
@@ -85,7 +85,7 @@ class SignalChannel:
 
 
 class PipeChannel:
-    """Reads the launcher's messages in a thread of its own."""
+    """Read the launcher's messages in a thread."""
 
     def __init__(self, first: bytes, *, announce: Callable[[int], None]) -> None:
         self.announce: Callable[[int], None] | None = announce
@@ -94,7 +94,7 @@ class PipeChannel:
         self._news = threading.Condition()
         self._gone = False
         self.orphaned = False
-        # Ctrl-C in a terminal reaches every process of its group; only the launcher acts on it, and on its end.
+        # Ctrl-C reaches the whole process group; only the launcher acts on it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ignore_hangup()
         if sys.platform != "win32":
@@ -106,7 +106,7 @@ class PipeChannel:
         return self._stop.is_set()
 
     def rendezvous_port(self) -> int:
-        """Also after a request to stop: rank 0 waits for all, and they end together after the first step."""
+        """Wait for the port, also after a stop request: rank 0 waits for all ranks, which stop after the first step."""
         with self._news:
             self._news.wait_for(lambda: self._port is not None or self._gone)
         if self._port is None:

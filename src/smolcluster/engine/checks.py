@@ -1,4 +1,4 @@
-"""What must hold before a run starts, and at its end; each refusal says what to change."""
+"""Checks before a run starts and at its end; each error says what to change."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import size
 
-if TYPE_CHECKING:  # this module is read by those who start processes, without torch
+if TYPE_CHECKING:  # imported by launchers, without torch
     from smolcluster.parallel.placement import Cost
 
 
 def batch_size_of(config: Config, rank: int) -> int:
-    """Samples per micro-step of a rank: its host's, where the cluster file gives one."""
+    """Return the micro-batch size of a rank: its host's, where the cluster file has one."""
     workers = config.cluster.workers
     return batch_size_on(config, workers[rank] if rank < len(workers) else "")
 
 
 def batch_size_on(config: Config, host: str) -> int:
-    """Samples per micro-step of a worker on this host; `auto` begins with the size for all."""
+    """Return the micro-batch size of a worker on this host; `auto` starts with the common size."""
     said = config.cluster.batch_size
     own = said if isinstance(said, str) else said.get(host, "auto")
     return own if isinstance(own, int) else config.training.batch_size or 1
 
 
 def is_automatic(config: Config, host: str) -> bool:
-    """Whether this host's batch size is to follow its speed."""
+    """Return whether the batch size of this host follows its speed."""
     said = config.cluster.batch_size
     return (said if isinstance(said, str) else said.get(host)) == "auto"
 
 
 def check_finite(broken: str | None, *, step: int) -> None:
-    """`broken` is the name of a weight or buffer with NaN or infinite values at the end of a run."""
+    """Raise UserError for a weight or buffer with NaN or infinite values (`broken`) at the end of a run."""
     if broken is not None:
         raise SmolclusterError(
             f"the run ended at step {step} with NaN or infinite values in {broken}; go back to an earlier checkpoint with "
@@ -74,7 +74,7 @@ def check_same_config(
     own: Collection[str] = OWN_TO_A_HOST,
     first_is: str = "rank 0",
 ) -> None:
-    """Ranks started by hand must agree: name the first key that differs. `own` keys and sections may."""
+    """Raise UserError for the first key in which ranks started by hand differ. `own` keys and sections may differ."""
 
     def compare(first: dict[str, Any], mine: dict[str, Any], path: str) -> None:
         for key, value in first.items():
@@ -92,7 +92,7 @@ def check_same_config(
 
 
 def identify_task(spec: str | None, *, name: str) -> dict[str, str | None]:
-    """What ranks must agree on of the task called `name`; the folder of its file may be another on each machine."""
+    """Return a description of the task `name` that all ranks must share; the folder of its file may differ."""
     if spec is None:
         return {"task": None, "name": name, "file": None, "sha256": None}
     path = Path(spec.rpartition(":")[0] if ".py:" in spec else spec)
@@ -101,7 +101,7 @@ def identify_task(spec: str | None, *, name: str) -> dict[str, str | None]:
 
 
 def check_same_task(first: dict[str, Any], mine: dict[str, Any], *, rank: int) -> None:
-    """Two tasks as `identify_task` gives them."""
+    """Raise UserError where two results of `identify_task` differ."""
     if any(first[key] != mine[key] for key in ("name", "file")):
         raise UserError(
             f"task is {mine['task']!r} on rank {rank} and {first['task']!r} on rank 0; start all ranks alike"
@@ -115,7 +115,7 @@ def check_same_task(first: dict[str, Any], mine: dict[str, Any], *, rank: int) -
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Memory, and how much of it nobody uses now."""
+    """Total and free memory of a device."""
 
     total: int
     free: int
@@ -124,7 +124,7 @@ class Room:
 def check_memory(
     costs: Sequence[Cost], *, rank: int, machine: Room, gpu: Room | None, sharers: int = 1, warn: Callable[[str], None]
 ) -> None:
-    """What a run must hold, weights, gradients and optimizer state, fits; activations come on top and are not counted.
+    """Check that weights, gradients and optimizer state fit; activations are not counted.
 
     `costs` are those of the ranks of this machine, `rank` this one's place among them, `sharers` the ranks on its GPU.
     """
@@ -162,7 +162,7 @@ def check_server_disk(
     again: bool = False,
     warn: Callable[[str], None],
 ) -> int:
-    """Return how many bytes a server's journal may take, between its least and its most.
+    """Return how many bytes a server's journal may take, between `least_bytes` and `most_bytes`.
 
     Checkpoints come beside it: `keep`, the best, and the one being written. `there_bytes` are those of both that are there
     already. A server that was started `again` goes on, as it did before: to end here would end the run.
@@ -188,7 +188,7 @@ def check_server_disk(
 
 
 def check_disk_space(folder: Path, *, need_bytes: int) -> None:
-    """Weights and two optimizer states must fit, or every save of the run would fail."""
+    """Check that a checkpoint of weights and two optimizer states fits on the disk."""
     free = shutil.disk_usage(folder).free
     if free < need_bytes:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The few operations a durable write needs, behind one small object.
+"""The file operations of a durable write, behind one small interface.
 
 A power cut keeps only what was flushed. The contents of a file are safe after `OutputFile.fsync`; its name, and every
 rename, only after `fsync_folder` of the folder that holds it. Code that must survive a crash makes all its changes
@@ -23,14 +23,14 @@ from smolcluster.locks import try_lock, unlock
 if sys.platform != "win32":
     import fcntl
 
-# What a file system answers when it does not know an operation (to flush a folder on SMB, to lock on NFS).
+# Errors of a file system without an operation (flushing a folder on SMB, locking on NFS).
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
 
 TEMPORARY = ".tmp-"  # every unfinished file or folder starts with this
 
 
 class Closing(ABC):
-    """Base of what a `with` block closes."""
+    """A context manager that calls `close`."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -43,19 +43,19 @@ class Closing(ABC):
 
 
 class OutputFile(Closing):
-    """A new file, written front to back without a buffer of ours. Use it in a `with` block."""
+    """A new file, written front to back, unbuffered. Use it in a `with` block."""
 
     def __init__(self, path: Path) -> None:
         self._raw = path.open("xb", buffering=0)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Writes all of `data`: the system may take less than it is given."""
+        """Write all of `data`."""
         rest = memoryview(data).cast("B")
         while rest.nbytes:
             rest = rest[self._raw.write(rest) or 0 :]
 
     def fsync(self) -> None:
-        """Waits until the contents are on the disk itself."""
+        """Wait until the contents are on the disk itself."""
         fd = self._raw.fileno()
         if sys.platform == "darwin":
             # Plain fsync on macOS stops at the drive's cache.
@@ -69,23 +69,23 @@ class OutputFile(Closing):
 
 
 class Files:
-    """The real file system. Every change a durable write makes is one of these calls."""
+    """The real file system. A durable write only uses these calls."""
 
     def create(self, path: Path) -> OutputFile:
-        """Opens a file that must not exist yet."""
+        """Create a file that must not exist."""
         return OutputFile(path)
 
     def mkdir(self, path: Path) -> None:
-        """Makes one folder that must not exist yet."""
+        """Create a folder that must not exist."""
         path.mkdir()
 
     def fsync_file(self, path: Path) -> None:
-        """Flushes a file that an earlier process wrote, as far as the drive: the next `OutputFile.fsync` goes further."""
+        """Flush a file that an earlier process wrote."""
         with path.open("r+b") as file:
             os.fsync(file.fileno())
 
     def fsync_folder(self, path: Path) -> None:
-        """Makes the names inside `path` durable. Windows has no such call and journals names by itself."""
+        """Make the names inside `path` durable. Windows needs no such call."""
         if sys.platform != "win32":
             fd = os.open(path, os.O_RDONLY)
             try:
@@ -97,17 +97,17 @@ class Files:
                 os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Gives a folder or file a new name, which must be free."""
+        """Rename a folder or file; the new name must be free."""
         if target.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
         source.rename(target)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Renames a file over another: readers see the old one or the new one, never a mix."""
+        """Replace a file atomically."""
         source.replace(target)
 
     def remove(self, path: Path) -> None:
-        """Removes a file, or a folder with all it holds. Never follows a symbolic link."""
+        """Remove a file, or a folder with its contents. Does not follow symbolic links."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -115,7 +115,7 @@ class Files:
 
     @contextlib.contextmanager
     def lock(self, path: Path) -> Iterator[bool]:
-        """Holds `path` as a lock that the system releases when this process dies, however it dies.
+        """Hold `path` as a lock, which the system releases when this process dies.
 
         Yields False where the file system has no locks. Raises BlockingIOError when another holder has it.
         """
@@ -136,12 +136,12 @@ class Files:
 
 
 def temporary_name(name: str) -> str:
-    """A name that no one else uses, for something that will be called `name` when it is finished."""
+    """Return a unique temporary path for a file or folder that becomes `name` when it is finished."""
     return f"{TEMPORARY}{name}-{uuid.uuid4().hex[:12]}"
 
 
 def ensure_folder(path: Path, *, files: Files) -> None:
-    """Makes `path` and its missing parents, each durable before the next."""
+    """Create `path` and its missing parents, each durable before the next."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -152,9 +152,9 @@ def ensure_folder(path: Path, *, files: Files) -> None:
 
 
 def size_on_disk(folder: Path) -> int:
-    """Return the bytes of all files in a folder, 0 if there is none. Files may go while it looks."""
+    """Return the bytes of all files in a folder, 0 if it does not exist. Files may disappear meanwhile."""
     total = 0
-    for place, _, names in os.walk(folder):  # passes over folders that are gone
+    for place, _, names in os.walk(folder):  # skips folders that are gone
         for name in names:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(place, name)).st_size  # noqa: PTH118
@@ -162,14 +162,14 @@ def size_on_disk(folder: Path) -> int:
 
 
 def write_private_text(path: Path, text: str) -> None:
-    """Write a text file that only its owner can read, also while it is written. One that is there may be readable: it goes."""
+    """Write a text file that only its owner can read, also while it is written. Replaces an existing file."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
 
 
 def atomic_write_text(path: Path, text: str, *, files: Files | None = None) -> None:
-    """Writes a small text file: after a crash at any moment it holds the old text or the new one, whole."""
+    """Write a small text file atomically: after a crash it has the old text or the new one."""
     files = files or Files()
     temporary = path.with_name(temporary_name(path.name))
     try:

@@ -1,4 +1,4 @@
-"""The task's metrics on the validation set, shared out over the workers."""
+"""The task's metrics on the validation set, divided among the workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def evaluate(
     measure: Callable[[Any], dict[str, Tensor]] | None = None,
     share: Share | None = None,
 ) -> dict[str, float]:
-    """Means over the first `samples` validation samples, of whatever the task measures: `val_loss`, `val_accuracy`, ...
+    """Return the means of the task's metrics over the first `samples` validation samples: `val_loss`, `val_accuracy`, ...
 
     Batches are weighted by their samples, or by the targets in them that count where the task says so. Share i
     of n takes every n-th batch from i on; sums meet in one small all-reduce, in double precision.
@@ -44,7 +44,7 @@ def evaluate(
     num_samples = min(len(data), samples or len(data))
     num_batches = math.ceil(num_samples / batch_size)
     numbers = list(range(share.index, num_batches, share.count))
-    if share.lockstep:  # who has none left takes part in one more that does not count
+    if share.lockstep:  # ranks without a batch take part in one that does not count
         numbers += [num_batches] * (math.ceil(num_batches / share.count) - len(numbers))
     sums: dict[str, tuple[float, float]] = {}  # by name: values times weights, and weights
     model.eval()
@@ -75,7 +75,7 @@ def evaluate(
 
 
 def check_metrics(task: Task, metrics: Any) -> dict[str, float]:
-    """The metrics of one batch as plain numbers; raises UserError where they are not named numbers."""
+    """Return the metrics of one batch as numbers. Raises UserError where they are not named numbers."""
     if not isinstance(metrics, dict):
         raise UserError(f"metrics() of {task.name} must return a dict of named numbers, not {type(metrics).__name__}")
     found = {}

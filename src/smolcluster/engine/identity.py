@@ -1,4 +1,4 @@
-"""Who a process is to its peers: a new instance at every start, and the versions it runs."""
+"""The identity of a process: a new instance at every start, and the versions it runs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def new_peer(*, role: str, rank: int, host: str, run: str = "") -> Peer:
 
 
 def new_secret() -> str:
-    """A secret of one process, for its server alone: see `instance_of`."""
+    """Return a secret for `instance_of`, which only the server of this process receives."""
     return secrets.token_hex(16)
 
 
 def instance_of(secret: str) -> str:
-    """The instance of a worker is the hash of its secret: who knows the instance, as every peer does, cannot join as it."""
+    """Return the hash of a secret as the instance of a worker: peers know the instance and cannot join as it."""
     return hashlib.sha256(b"smolcluster instance " + secret.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def this_machine() -> str:
-    """What processes on this machine have in common, and with no other: several machines may be called `raspberrypi`."""
+    """Return an id of this machine: host names need not be unique."""
     try:
         mark = BOOT_ID.read_text(encoding="ascii")
     except OSError:
@@ -54,5 +54,5 @@ def versions() -> dict[str, str]:
 
 
 def must_agree() -> dict[str, str]:
-    """Versions that all ranks of a fixed world must share. One torch may be built for GPUs and another for CPUs."""
+    """Return the versions that all ranks of a mesh must share, without torch's build tags."""
     return {name: versions()[name].partition("+")[0] for name in ("smolcluster", "torch")}

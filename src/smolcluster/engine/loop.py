@@ -46,16 +46,16 @@ class Loop:
         val_data: Dataset | None,
         observer: Observer,
         record: RunRecord,
-        together: bool = False,
+        saves_parts: bool = False,
         keep: Callable[[], None] = lambda: None,
         profiler: Profiler | None = None,
     ) -> None:
-        """`keep` is called after every step, for what this process keeps of its own."""
+        """`keep` is called after every step, to save state of this process."""
         self.strategy, self.task, self.context, self.record = strategy, task, context, record
-        self.step = 0  # the last that was taken
+        self.step = 0  # the last one taken
         self.interrupted = False
         self._reader, self._train_data, self._val_data = reader, train_data, val_data
-        self._observer, self._together = observer, together
+        self._observer, self._saves_parts = observer, saves_parts
         self._config = context.config.training
         self._log_interval = context.config.logging.log_interval
         self._profiler, self._keep = profiler, keep
@@ -65,13 +65,13 @@ class Loop:
         self._saved_step = -1
 
     def run(self) -> None:
-        """From where we stand to the last step, or to the step at which all agree to stop."""
+        """Train to the last step, or to the step at which all ranks agree to stop."""
         total, first, meter = self.context.total_steps, True, self.record.meter
         meter.start()
         while (work := self._reader.next(self.step)) is not None:
             step = work[0]
             report = self._step(*work)
-            # Who is told to stop saves and leaves: whoever told it may not wait for an evaluation, which can take long.
+            # When asked to stop, save and leave without an evaluation, which may take long.
             last, over = step == total, step == total or report.stop
             evaluated = self._val_data is not None and (last or (due(step, self._config.eval_steps) and not over))
             logged = evaluated or over or first or step % self._log_interval == 0
@@ -98,8 +98,8 @@ class Loop:
             self._log(self.step, with_evaluation=False)
 
     def _step(self, step: int, indices: Indices) -> StepReport:
-        # Everything random in this step follows from (seed, step, data shard) while the batch is read, and from (seed, step,
-        # stream) after it: a resumed run repeats it, and ranks that share a data shard augment its samples alike.
+        # Random numbers follow from (seed, step, data shard) while the batch is read and from (seed, step, stream) after it: a
+        # resumed run repeats them, and ranks that share a data shard augment its samples alike.
         seat = self.context.seat
         self._seed(step, "data", seat.rank if seat.shard is None else seat.shard)
         batch = self._read(step, indices)
@@ -130,7 +130,7 @@ class Loop:
         return Batch(parts=parts, samples=len(indices), tokens=tokens, step=step, counts=counts)
 
     def _counts(self, parts: Sequence[Any]) -> list[float] | None:
-        """The targets of each part that count, where the task says so."""
+        """Return the number of targets of each micro-batch, where the task counts them."""
         counts = [count_of(self.task, part) for part in parts]
         found = [count for count in counts if count is not None]
         self._counted = bool(found) if self._counted is None else self._counted
@@ -139,7 +139,7 @@ class Loop:
         return found or None
 
     def _evaluate(self) -> bool:
-        """Returns whether this is the best so far."""
+        """Evaluate; return whether this is the best result so far."""
         assert self._val_data is not None
         share = self.strategy.share
         self._seed(self.step, "evaluation", share.index)  # ranks with the same share read the same batches
@@ -171,7 +171,7 @@ class Loop:
     def _warn_of_skipped(self, step: int) -> None:
         before, self._skipped = self._skipped, self.strategy.replica.skipped
         new = self._skipped - before
-        # In fp16 a step is skipped now and then, to find the loss scale.
+        # In fp16 steps are skipped occasionally, to find the loss scale.
         if new > 0 and self.context.seat.rank == 0 and self._config.precision != "fp16":
             what = (
                 "a step was skipped, as its gradient" if new == 1 else f"{new} steps were skipped, as their gradients"
@@ -182,10 +182,10 @@ class Loop:
     # Together, every rank has a part of it, which it copies and writes itself.
 
     def _state(self) -> State:
-        return self.strategy.state("rank" if self._together else "run")
+        return self.strategy.state("rank" if self._saves_parts else "run")
 
     def _reserve(self) -> None:
-        """Memory for a copy of the state is made beside training, so that the first save stalls no longer than others."""
+        """Allocate the copy of the state beside training, so that the first save stalls no longer than others."""
         if self._config.checkpoint_steps != 0:
             state, saver = self._state(), self.record.saver
             if saver is not None:
@@ -206,27 +206,27 @@ class Loop:
         saver.submit(snapshot, best=best, final=final, stall_s=time.perf_counter() - started)
 
     def _agree(self, broken: str | None) -> str | None:
-        """Where every rank writes a part, on what all of them found."""
-        return next(filter(None, gather_json(self.context.group, broken)), None) if self._together else broken
+        """Return what any rank found broken, where every rank writes a part."""
+        return next(filter(None, gather_json(self.context.group, broken)), None) if self._saves_parts else broken
 
     def _extra(self, state: State) -> dict[str, Tensor]:
-        """What only this strategy can use, by scope: where the lead rank writes alone, that of all ranks."""
+        """Return the private tensors of the strategy by scope; on a lead rank that writes alone, those of all ranks."""
         rank = self.context.seat.rank
         own = {f"{rank}/{name}": tensor for name, tensor in state.own.items()}
-        if not self._together and self.context.group.size > 1:
+        if not self._saves_parts and self.context.group.size > 1:
             own = collect_tensors(self.context.group, own)
         shared = {f"{ALL}/{name}": tensor for name, tensor in state.shared.items()} if rank == 0 else {}
         return shared | own
 
     def load(self, snapshot: Snapshot) -> None:
-        """Continue where a checkpoint was made, perhaps by another strategy or with another number of workers."""
+        """Continue from a checkpoint, perhaps of another strategy or number of workers."""
         state, seat = snapshot.state, self.context.seat
         name, ranks = self.context.config.strategy.name, self.context.group.size
         mine, left = state_for(snapshot, strategy=name, rank=seat.rank, num_ranks=ranks)
         if left and seat.rank == 0:
             self.context.warn(f"not taken over from the checkpoint: {'; '.join(left)}")
         self.strategy.load_state(mine)
-        if state["sampler"] is not None:  # an imported model has read nothing
+        if state["sampler"] is not None:  # None for an imported model
             self._reader.load_state_dict(state["sampler"])
         now, before = sum(self.context.samples_per_step), self._reader.position / max(1, snapshot.step)
         if self.context.seat.rank == 0 and snapshot.step and self._reader.position and now != before:
@@ -237,7 +237,7 @@ class Loop:
         self.record.best.load_state_dict(state)
 
     def _share(self, total: int) -> int:
-        """This rank's part of the samples read before, perhaps by another number of workers; the parts add up."""
+        """Return this rank's share of the samples read before the checkpoint."""
         counts, shard = self.context.samples_per_step, self.context.seat.shard or 0
         return total * sum(counts[: shard + 1]) // sum(counts) - total * sum(counts[:shard]) // sum(counts)
 

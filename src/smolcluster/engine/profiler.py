@@ -1,4 +1,4 @@
-"""`--profile`: what the time of some steps went into.
+"""`--profile`: a profile of some steps.
 
 For the chosen steps and ranks, in `profile/` of the run directory:
 
@@ -54,7 +54,7 @@ class Profiler:
             self._began = Span(self._device)
 
     def after(self, step: int, comm: Span | None, *, last: bool) -> None:
-        """`comm`: waiting for other ranks, in this step. `last`: the run ends here."""
+        """`comm`: communication of this step. `last`: the run ends here."""
         if self._profile is None or self._began is None:
             return
         self._spans.append((self._began.end(), comm))

@@ -1,4 +1,4 @@
-"""Where the loop gets its work from: the next step and the samples to read for it.
+"""Readers: the next step of the loop and the samples to read for it.
 
 StreamReader   a fixed world: this shard's part of every step, in order
 LeaseReader    the elastic plane: what the server lends
@@ -19,11 +19,11 @@ from smolcluster.data.sampler import Indices, Sampler, ShardedSampler
 
 class Reader(Protocol):
     def next(self, done: int) -> tuple[int, Indices] | None:
-        """The step after `done` steps and its samples; None when the run is over."""
+        """Return the next step after `done` and its samples; None when the run is over."""
 
     @property
     def position(self) -> int:
-        """How far all workers together have read the stream."""
+        """The position in the stream that all workers together have read."""
 
     def state_dict(self) -> dict[str, int]: ...
 
@@ -53,7 +53,7 @@ class LeaseReader:
         self._sampler, self._lease = sampler, lease
         self._steps: deque[tuple[int, Indices]] = deque()  # of the round that was begun
         self.taken = 0  # the last step begun
-        self.stopped = False  # this worker was asked to leave
+        self.stopped = False  # this worker was asked to stop
 
     def next(self, done: int) -> tuple[int, Indices] | None:
         if not self._steps and not self._begin_round():

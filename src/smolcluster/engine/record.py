@@ -1,6 +1,6 @@
-"""What one process tells of a run while it trains: rows of numbers, evaluations, checkpoints, and its report at the end.
+"""The record of one process: metric rows, evaluations, checkpoints and the final report.
 
-The loop and a server have one each. Who decides when is theirs; what is written is the same.
+The training loop and the server each have one: they decide when to write.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class RunRecord:
         saver: Saver | None,
         traffic: Callable[[], Traffic],
     ) -> None:
-        """`saver` None: another process saves, or nobody. `traffic`: what this process has moved."""
+        """`saver` None: another process saves, or none. `traffic`: bytes sent and received by this process."""
         self.saver, self._context, self._host = saver, context, host
         self._traffic = traffic
         self.meter = StepClock(context.device)
         self.best = Best(context.config.training.best)
         self.last_evaluation: dict[str, float] = {}
-        self.samples = self.tokens = 0  # that count for this process, those before a checkpoint too
+        self.samples = self.tokens = 0  # counted by this process, including those before a checkpoint
         self._facts = MachineFacts(str(context.device))
         self._info = {
             "task": task.name,
@@ -57,7 +57,7 @@ class RunRecord:
         }
 
     def row(self, step: int, **fields: Any) -> StepLogged:
-        """Make a row of what the steps since the last one reported."""
+        """Return a metric row of the steps since the last one."""
         seat, traffic, numbers = self._context.seat, self._traffic(), self.meter.row()
         counted = {"samples": self.samples, "tokens": self.tokens, "stale_rejected": self._context.stale_rejected}
         return StepLogged(
@@ -84,7 +84,7 @@ class RunRecord:
         weights: Mapping[str, Tensor],
         agree: Callable[[str | None], str | None] = lambda broken: broken,
     ) -> bool:
-        """Return whether all weights are finite: good checkpoints must not give way to others. `agree`: with other ranks."""
+        """Return whether all weights are finite: a broken checkpoint must not replace a good one. `agree`: over ranks."""
         broken = agree(not_finite(weights))
         if broken:
             log.error("step %d is not saved: %s has NaN or infinite values", step, broken)
@@ -99,7 +99,7 @@ class RunRecord:
         sampler: Mapping[str, Any],
         extra: Mapping[str, Tensor] | None = None,
     ) -> Snapshot:
-        """Copy a state, with what else resuming needs."""
+        """Return a copy of a state with everything that resuming needs."""
         return Snapshot(
             step=step,
             weights=copy(state.weights),
@@ -113,7 +113,7 @@ class RunRecord:
         )
 
     def report(self, step: int, *, batch_samples: int, skipped: int = 0) -> dict[str, Any]:
-        """What this process counted, when the run is over. Its loss counts `batch_samples` beside those of others."""
+        """Return the final counts of this process. `batch_samples`: the weight of its loss among ranks."""
         meter, traffic = self.meter, self._traffic()
         return {
             "role": self._context.seat.role,

@@ -1,4 +1,4 @@
-"""What every process of a run has, whatever its role: its log, its observer, its task, its checkpoints."""
+"""The base of every process of a run: its log, observer, task and checkpoints."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def room_of(device: torch.device) -> Room:
 
 
 class Role(ABC):
-    """One process of a run. Subclasses have `run`, which calls their phases in order."""
+    """One process of a run. Subclasses define `run`, which calls their phases in order."""
 
     def __init__(self, spec: WorkerSpec, channel: ControlChannel, sinks: list[Sink]) -> None:
         self.spec, self.channel = spec, channel
@@ -61,19 +61,19 @@ class Role(ABC):
         logging.getLogger("smolcluster").addHandler(self._handler)
         self.started = time.time()
         self.cut_off: Callable[[], None] = lambda: None  # ends this process from another thread
-        self._count_members: Callable[[], int] | None = None  # where somebody knows who takes part
+        self._count_members: Callable[[], int] | None = None  # on the elastic plane
         if spec.run_dir:
             self._log_to(RunDir(Path(spec.run_dir)))
 
     @abstractmethod
     def run(self) -> int:
-        """From the first phase to the last. Returns the exit status."""
+        """Run all phases; return the exit status."""
 
-    def last_words(self, message: str) -> None:  # noqa: B027 - most roles have nobody to tell
-        """Before this process ends of a cause of its own."""
+    def last_words(self, message: str) -> None:  # noqa: B027 - most roles have no peers to notify
+        """Notify peers before this process fails."""
 
     def explain_loss(self, reason: str) -> str:
-        """Who is lost, where that can be known. `reason` is what the backend says."""
+        """Return which peer is lost, where that is known. `reason`: the backend's message."""
         return reason
 
     def _log_to(self, run_dir: RunDir) -> None:
@@ -86,23 +86,23 @@ class Role(ABC):
         if url is not None:
             from smolcluster.observe.loki import start_pushing
 
-            with contextlib.suppress(UserError):  # `_choose` tells of it
+            with contextlib.suppress(UserError):  # `_choose` reports it
                 self.observer.add(start_pushing(path, url=url, role=spec.role, rank=spec.rank, host=spec.host))
 
     # What is trained
 
     def _choose(self, *, lead: bool) -> None:
-        """The device and the strategy."""
+        """Choose the device and the strategy."""
         if self.config.logging.loki_url is not None:
             from smolcluster.observe.loki import endpoint_of
 
-            endpoint_of(self.config.logging.loki_url)  # a mistake shows before anyone waits
+            endpoint_of(self.config.logging.loki_url)  # report mistakes early
         share_cores(self.spec.local_world_size)
         self.device = choose_device(self.config.training.device, local_rank=self.spec.local_rank)
         self.options, ignored = read_options(self.config.strategy, plane=self.spec.plane)
         self.strategy_class = find_strategy(self.config.strategy.name, self.spec.plane, self.options)
         if self.config.training.profile is not None:
-            steps_of(self.config.training.profile)  # a mistake shows before anyone waits
+            steps_of(self.config.training.profile)  # report mistakes early
             if self.spec.plane == "elastic" and lead:
                 self._warn("training.profile has no effect on the elastic plane")
         if ignored and lead:
@@ -117,15 +117,15 @@ class Role(ABC):
             raise UserError(f"val_data() of {self.task.name} has no samples; return None to train without validation")
 
     def _check_memory(self, nodes: Sequence[Node], *, first: int, count: int) -> None:
-        """What ranks `first` and following, `count` of them here, must hold is not more than there is."""
+        """Check that ranks `first` to `first + count - 1`, which run on this machine, fit into its memory."""
         try:
             with torch.device("meta"), torch.random.fork_rng(devices=[]):
                 model = self.task.model()
                 shape = Shape.of(model, self.config.training)
-        except Exception as error:  # the user's own code, which may need real numbers
+        except Exception as error:  # user code may need real numbers
             log.debug("the model cannot be built without memory, so it is not known how much it needs", exc_info=error)
             return
-        # Only what is sure is counted, so that no run is refused that could be.
+        # Count only what is certain, so that no feasible run is refused.
         if type(self.task).optimizer is not Task.optimizer:
             shape = dataclasses.replace(shape, optimizer_states=0)
         if not all(parameter.requires_grad for parameter in model.parameters()):
@@ -141,7 +141,7 @@ class Role(ABC):
         )
 
     def _try_task(self, strategy: Strategy[Options]) -> None:
-        """Find mistakes in the user's code before step 1."""
+        """Try the user's code before step 1."""
         if needs_trial(self.task):
             size = self.config.training.batch_size or 1
             warning = try_task(self.task, strategy, train_data=self.train_data, val_data=self.val_data, batch_size=size)
@@ -150,24 +150,24 @@ class Role(ABC):
 
     # Checkpoints
 
-    def _make_saver(self, strategy: Strategy[Options], *, together: bool = False, again: bool = False) -> Saver:
-        """`together`: every rank has one, for its part of the state. `again`: there was room when the run began."""
+    def _make_saver(self, strategy: Strategy[Options], *, saves_parts: bool = False, again: bool = False) -> Saver:
+        """`saves_parts`: every rank saves its part of the state. `again`: the run has started before."""
         self.run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
         weights_bytes = sum(t.nbytes for t in strategy.replica.layout.values())
         if not again:
             check_disk_space(self.run_dir.path, need_bytes=3 * weights_bytes)
         self.store = CheckpointStore(self.run_dir.checkpoints, keep=self.config.training.max_checkpoints_to_keep)
         self.checkpoint: str | None = None
-        told = not together or self.spec.rank == 0
+        reports = not saves_parts or self.spec.rank == 0
 
         def saved(event: CheckpointSaved) -> None:
-            if not told:
+            if not reports:
                 return
             self.checkpoint = event.path
             self.observer.emit(event)
 
         def failed(event: CheckpointFailed) -> None:
-            if not told:
+            if not reports:
                 return
             log.error(
                 "the checkpoint of step %d could not be saved: %s", event.step, event.reason, extra={"event": event}
@@ -177,13 +177,13 @@ class Role(ABC):
         def skipped(step: int, by: int) -> None:
             log.warning("the disk is slower than checkpoint_steps: step %d is not saved, step %d is next", step, by)
 
-        return Saver(self._make_store(), patient=together, on_saved=saved, on_failed=failed, on_skipped=skipped)
+        return Saver(self._make_store(), patient=saves_parts, on_saved=saved, on_failed=failed, on_skipped=skipped)
 
     def _make_store(self) -> Store:
         return self.store
 
     def _find_checkpoint(self, source: Path, *, lazily: bool = False) -> tuple[Path, Snapshot]:
-        """Its folder, and what is in it, verified. Lazily, tensors are read when they are asked for."""
+        """Return the folder and the verified contents of a checkpoint. `lazily`: read tensors on first use."""
         if (source / "manifest.json").is_file():
             return source, CheckpointStore(source.parent, keep=1).load(source, lazily=lazily)
         found = CheckpointStore(source, keep=1).load_latest(lazily=lazily)
@@ -191,7 +191,7 @@ class Role(ABC):
             raise UserError(f"--resume: there is no checkpoint in {source}")
         return found
 
-    # Telling
+    # Reporting
 
     def _make_profiler(self, *, last_step: int) -> Profiler | None:
         training, rank = self.config.training, self.spec.rank
@@ -263,7 +263,7 @@ class Role(ABC):
         log.info("metrics are served on http://%s:%d/metrics", host, port)
 
     def _sample(self, replica: Replica, weights: Mapping[str, Tensor]) -> None:
-        """Try the trained model out. `weights`: of all of it, where this process has a part."""
+        """Emit a sample of the trained model. `weights`: of the whole model, where this process has a part."""
         try:
             model = replica.model
             if not replica.whole:

@@ -19,7 +19,7 @@ RUNS = Path("runs")
 
 
 class _Inside:
-    """The path of a file or folder in a run directory."""
+    """A path inside the run directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -38,8 +38,8 @@ class RunDir:
     checkpoints = _Inside("checkpoints")
     tokenizer = _Inside("tokenizer")  # copies of its files and the chat template, where it has files
     logs = _Inside("logs")
-    journal = _Inside("journal")  # what a server of the elastic plane has committed; gone after a good end
-    own = _Inside("own")  # what workers of the elastic plane keep on their own machines
+    journal = _Inside("journal")  # of a server's committed steps; removed when the run finishes
+    own = _Inside("own")  # state that elastic workers keep on their own machines
     history = _Inside("history.jsonl")
     run_id = _Inside("run-id")
     _lock_file = _Inside(".lock")
@@ -51,7 +51,7 @@ class RunDir:
         return _has_checkpoints(self.checkpoints)
 
     def can_continue(self) -> bool:
-        """It holds something to go on from."""
+        """Return whether there is anything to resume from."""
         return self.has_checkpoints() or any(self.journal.glob("snapshots/step-*"))
 
     def may_begin_anew(self) -> bool:
@@ -82,7 +82,7 @@ class RunDir:
     def opened(
         self, config_text: str, tokenizer: Mapping[str, bytes] | None = None, *, resume: bool, anew: bool = False
     ) -> Iterator[None]:
-        """`create`, and hold the folder: two runs in one would mix their rows and checkpoints.
+        """`create`, and lock the folder: two runs in one would mix their rows and checkpoints.
 
         `anew`: the same run is started again, and nothing of it was saved (`may_begin_anew`). Its rows are dropped.
 
@@ -114,7 +114,7 @@ class RunDir:
             raise
 
     def check_free(self, *, resume: bool) -> None:
-        """A run may begin only in a folder that holds none, or one of ours that never took a step."""
+        """Refuse a folder that holds a run, unless that never took a step."""
         ours = self.config.is_file() and self.logs.is_dir()
         abandoned = ours and not (self._has_rows() or self.can_continue())
         if self.holds_a_run() and not resume and not abandoned:
@@ -161,7 +161,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """What the file system refuses, as advice."""
+        """Turn file system errors into advice."""
         try:
             yield
         except BlockingIOError:

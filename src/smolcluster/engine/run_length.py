@@ -9,10 +9,10 @@ from smolcluster.config.schema import TrainingConfig
 
 
 def last_step(training: TrainingConfig, *, samples: int, batch: int, step: int = 0, read: int = 0) -> int:
-    """The step that a run ends with, where each reads `batch` of the `samples` there are.
+    """Return the last step of a run, where each step reads `batch` of the `samples`.
 
-    A run that goes on has done `step` steps and `read` so many samples, perhaps with another batch: `training.epochs` is about
-    what is read, so only what is left of it is counted in steps of now.
+    A resumed run has done `step` steps and `read` samples, perhaps with another batch size: `training.epochs` counts samples,
+    so only the samples that are left are counted in steps of the current size.
     """
     if training.steps is not None:
         return training.steps
@@ -21,12 +21,12 @@ def last_step(training: TrainingConfig, *, samples: int, batch: int, step: int =
 
 
 def more_of(training: TrainingConfig) -> str:
-    """What to raise, for a run that is to go further."""
+    """Return which setting to raise to train further."""
     return "raise training.steps (--steps)" if training.steps is not None else "raise training.epochs"
 
 
 def samples_read(sampler: Mapping[str, Any] | None, *, with_holes: bool) -> int:
-    """By the state of a sampler in a checkpoint; an imported model has none. `with_holes`: what was left out counts as read."""
+    """Return the samples read, by a sampler's state; None for an imported model. `with_holes`: skipped ones count as read."""
     if sampler is None:
         return 0
     holes = 0 if with_holes else sum(int(count) for _, count in sampler.get("holes", []))

@@ -1,4 +1,4 @@
-"""What one process of a run is told at its start. Crosses a pipe as JSON; nothing here imports torch."""
+"""The specification of one process of a run, sent as JSON over a pipe. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 import json
 from typing import Any
 
-# Around a process before it imports torch: what becomes of connections is told in our words, once.
+# Set before torch is imported: connection errors are reported by this package, once.
 ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
-SIGNALS_TOGETHER_S = 0.02  # signals to stop that come so close are one: `timeout` sends two
+SIGNALS_TOGETHER_S = 0.02  # stop signals this close count as one: `timeout` sends two
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +24,17 @@ class WorkerSpec:
     resume: str | None = None
     backend: str | None = None
     master_addr: str = "127.0.0.1"
-    master_port: int = 0  # 0: the launcher passes on the one that rank 0 found
-    watched: bool = True  # by a launcher; or else the ranks watch each other
+    master_port: int = 0  # 0: the launcher forwards the port that rank 0 chose
+    watched: bool = True  # by a launcher; else the ranks watch each other
     first_rank: int | None = None  # of this machine's; None: its ranks are counted through as its local ranks are
-    again: bool = False  # a run goes on by itself: it may be that only its end is left to do
+    again: bool = False  # an automatic restart: perhaps only the end of the run is left
 
     # The elastic plane.
     plane: str = "mesh"
     role: str = "worker"
     server: str = ""  # host:port; for the server itself: where to listen, port 0 for any
-    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # this host's own values, by dotted name
-    strategy: str = ""  # what a worker expects the server to run; empty: whatever it is
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # of this host, by dotted name
+    strategy: str = ""  # that a worker expects the server to run; empty: any
 
     @property
     def first_here(self) -> int:

@@ -1,4 +1,4 @@
-"""Adds up what steps report, until a row is logged. Reads tensors only then."""
+"""Accumulate step reports and wall time until a row is logged. Tensors are read only then."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class StepClock:
 
     @property
     def unlogged(self) -> bool:
-        """Steps were taken since the last row."""
+        """Whether steps were taken since the last row."""
         return self._rows > 0
 
     def start(self) -> None:
-        """The clock of the current step starts; what happened since `stop` does not count."""
+        """Start the clock; the time since `stop` does not count."""
         self._began = time.perf_counter()
 
     def add(self, report: StepReport, *, step_s: float) -> None:
@@ -60,8 +60,7 @@ class StepClock:
         self.staleness_max = max(self.staleness_max, report.staleness)
 
     def stop(self, *, before_row: bool) -> None:
-        """The clock stops; evaluating and saving come after it. Before a row a GPU is waited for: what it has still to do
-        belongs to the steps, not to what follows them."""
+        """Stop the clock, before evaluation and saving. Before a row wait for the GPU: its work belongs to the steps."""
         if before_row and self._report is not None:
             float(self._report.loss)
         elapsed = time.perf_counter() - self._began
@@ -69,7 +68,7 @@ class StepClock:
         self.busy_s += elapsed
 
     def row(self) -> dict[str, Any]:
-        """The numbers of one row of metrics.jsonl, of the time until the last `stop`."""
+        """Return the numbers of a row of metrics.jsonl, and reset."""
         report, n = self._report, max(1, self._rows)
         assert report is not None
         self.last_loss = float(report.loss)

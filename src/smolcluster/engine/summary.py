@@ -20,7 +20,7 @@ FIELDS = (
 
 
 def join_ranks(ranks: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    """One summary out of what every rank counted. Sums add up, the loss is weighted by samples."""
+    """Join the reports of all ranks: counts are summed, the loss is weighted by samples."""
     steps = sum(r["own_steps"] for r in ranks)
     weight = sum(r["batch_samples"] for r in ranks)
     busy_s = max(r["busy_s"] for r in ranks)
@@ -46,12 +46,12 @@ def join_ranks(ranks: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]
 
 
 def evaluation_summary(evaluation: Mapping[str, float]) -> dict[str, float | None]:
-    """Every metric of the last evaluation; those that most tasks have are there in any case."""
+    """Return the metrics of the last evaluation, with None for missing common ones."""
     return {**dict.fromkeys(("val_loss", "val_accuracy", "val_ppl")), **evaluation}
 
 
 def last_known(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """For processes that found only the end of a run left to do: what was logged at its last step, None where nothing was."""
+    """Return the numbers that were logged at the last step, for processes that took no step themselves."""
     end = max((row["step"] for row in rows), default=None)
     last = list({row["rank"]: row for row in rows if row["step"] == end}.values())
     samples = sum(row["samples"] for row in last)
@@ -70,7 +70,7 @@ def failed_summary(
     evaluation: Mapping[str, float],
     **fields: Any,
 ) -> dict[str, Any]:
-    """What is known when a run dies: the last row that was logged, joined over ranks, and the last evaluation."""
+    """Return the summary of a run that failed: the last logged row, joined over ranks, and the last evaluation."""
     row = last_row or {}
     summary: dict[str, Any] = dict.fromkeys(FIELDS)
     counted = ("samples", "tokens", "bytes_sent", "bytes_received", "staleness_max", "stale_rejected", "skipped")

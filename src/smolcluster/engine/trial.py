@@ -1,10 +1,9 @@
-"""A quick check before step 1: one training batch, one validation batch and the sample, through the user's code.
+"""A trial of the user's code before step 1: one training batch, one validation batch and the sample.
 
-A mistake in `metrics` would show at the first evaluation only, one in `sample` at the end of the run. Here both show in the
-first seconds, as an error that names the method. Nothing of the run is touched: the code runs on a copy of the task and of the
-model, and random states are put back. Code of this package is known to work and is not run.
+A mistake in `metrics` would otherwise show only at the first evaluation, one in `sample` at the end of the run. The code runs
+on a copy of the task and of the model, and random states are restored. Code of this package is not tried.
 
-    parameters of more than 2 GiB                          no check: there may be no room for the copy
+    parameters of more than 2 GiB                          no check: the copy may not fit
     more than BACKWARD_BYTES, or `training.compile`        no backward pass: it would take long
 """
 
@@ -35,21 +34,21 @@ from smolcluster.tasks.base import Task, count_of
 
 log = logging.getLogger(__name__)
 
-SAMPLE_TOKENS = 2  # of the text that a trial writes
+SAMPLE_TOKENS = 2  # of the text generated in a trial
 TRIAL_BYTES = 2**31  # a model larger than this is not copied to try the task's code on
 
-BACKWARD_BYTES = 256 << 20  # of parameters; their gradients take as much again
+BACKWARD_BYTES = 256 << 20  # of parameters
 
 _TRAINING = ("model", "train_data", "loss", "count", "targets")
 _EVALUATION = ("model", "val_data", "metrics", "loss", "count", "targets")
 
 
 class _NoRoom(Exception):
-    """There is not enough memory beside the model that is trained."""
+    """There is not enough memory for a trial."""
 
 
 def needs_trial(task: Task) -> bool:
-    """Whether any of its code is the user's own; or a metric is named that only its code can tell."""
+    """Return whether the task has code of the user, or `training.best` names a metric to check."""
     return task.quick_check and (
         _own(task, *_TRAINING, *_EVALUATION, "sample") or task.config.training.best != "loss, min"
     )
@@ -58,14 +57,14 @@ def needs_trial(task: Task) -> bool:
 def try_task(
     task: Task, strategy: Strategy[Options], *, train_data: Dataset, val_data: Dataset | None, batch_size: int
 ) -> str | None:
-    """Run the task's code once. Raises UserError for a mistake; returns a warning, if there is one to give."""
+    """Run the task's code once. Raises UserError for a mistake; returns a warning or None."""
     device, training = strategy.context.device, task.config.training
     with unchanged_random_states(device):
         if 4 * strategy.replica.num_parameters > TRIAL_BYTES:
             return None
         replica = strategy.replica
         model = copy.deepcopy(replica.model) if replica.whole else task.model().to(device)
-        task = _with_a_short_sample(copy.copy(task))  # what its methods count is not the run's
+        task = _with_a_short_sample(copy.copy(task))  # so that its methods do not change the task of the run
         warning = None
         try:
             if _own(task, *_TRAINING):
@@ -74,8 +73,8 @@ def try_task(
                 warning = _evaluate(task, model, val_data, min(batch_size, training.eval_samples or batch_size), device)
             if _own(task, "model", "sample") and type(task).sample is not Task.sample:
                 _sample(task, model)
-        except _NoRoom as error:  # the first step will tell
-            log.info("no memory was left to try %s before the first step", error)
+        except _NoRoom as error:  # step 1 reports it
+            log.info("not enough memory to try %s before the first step", error)
         return warning
 
 
@@ -142,13 +141,13 @@ def _check_best(task: Task, names: list[str]) -> str | None:
 
 
 def _own(task: Task, *methods: str) -> bool:
-    """Whether one of these is the user's own."""
+    """Return whether the user defines one of these methods."""
     return any(not getattr(type(task), name).__module__.startswith("smolcluster.") for name in methods)
 
 
 @contextlib.contextmanager
 def _named(task: Task, method: str) -> Iterator[None]:
-    """What the user's code raises, as an error that names the method and the line."""
+    """Raise errors of the user's code as UserError, with the method and the line."""
     try:
         yield
     except SmolclusterError:
@@ -166,7 +165,7 @@ def _named(task: Task, method: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_random_states(device: torch.device) -> Iterator[None]:
-    """Random states are afterwards as they were."""
+    """Restore all random states afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
     try:

@@ -70,8 +70,8 @@ class Worker(Role):
     saver: Saver | None = None
     bulletin: Bulletin | None = None
     watch: Watch | None = None
-    found: Snapshot | None = None  # the checkpoint to go on from, where this rank has read it
-    drawing: Drawing | None = None  # how this run worked
+    found: Snapshot | None = None  # the checkpoint to resume from, where this rank has read it
+    drawing: Drawing | None = None  # of the pipeline schedule
 
     @property
     def lead(self) -> bool:
@@ -97,7 +97,7 @@ class Worker(Role):
             self.saver.close()
         return self._finish()
 
-    # What needs no other rank: a mistake here is reported before anyone waits.
+    # Before any other rank is needed, so that mistakes are reported early.
 
     def _prepare(self) -> None:
         spec, training = self.spec, self.config.training
@@ -108,7 +108,7 @@ class Worker(Role):
             Node(
                 name=hosts[r] if r < len(hosts) else spec.host,
                 batch_size=batch_size_of(self.config, r),
-                # Where nobody named the machines, all have as many ranks as this one.
+                # Without a cluster file, assume that all machines have as many ranks as this one.
                 machine=hosts[r] if r < len(hosts) else f"machine {r // spec.local_world_size}",
             )
             for r in range(spec.world_size)
@@ -146,17 +146,17 @@ class Worker(Role):
             self._watch_each_other()
         task = identify_task(self.config.task, name=type(self.task).__name__)
         everyone = gather_json(self.group, {"config": public_dict(self.config), "task": task})
-        for rank, theirs in enumerate(everyone):  # all ranks see all, and end alike
+        for rank, theirs in enumerate(everyone):  # all ranks see all, and fail alike
             own = OWN_TO_A_HOST | {"task"}
             check_same_config(everyone[0]["config"], theirs["config"], rank=rank, own=own)
             check_same_task(everyone[0]["task"], theirs["task"], rank=rank)
-        # What the lead rank says holds: the others may be on machines without the run directory.
+        # Use the lead rank's: the others may be on machines without the run directory.
         named, self.resuming = gather_json(self.group, [spec.run_dir, spec.resume is not None])[0]
         if not spec.run_dir:
             self._log_to(RunDir(Path(named)))
         self.observer.emit(Phase(rank=spec.rank, name="connected"))
 
-    # What becomes of the others, where no launcher sees it
+    # Watching the other ranks, without a launcher
 
     def _watch_each_other(self) -> None:
         try:
@@ -165,7 +165,7 @@ class Worker(Role):
             self._warn(f"a rank that is lost will not be named, and be waited for for minutes: {error}")
 
     def _give_up(self, message: str) -> None:
-        """A rank is lost, and this one still waits for it: say so and end, on the watch's thread."""
+        """Report a lost rank that this one waits for, and exit. Runs on the watch's thread."""
         self.observer.emit(Failed(rank=self.spec.rank, kind="peer", message=message))
         logging.getLogger("worker").error("lost another rank: %s", message)
         self._save_what_is_under_way()
@@ -173,7 +173,7 @@ class Worker(Role):
         self.cut_off()
 
     def _save_what_is_under_way(self) -> None:
-        """But nobody waits for the part of a rank that is gone."""
+        """Stop waiting for the checkpoint part of a lost rank."""
         if self.bulletin is not None:
             self.bulletin.close()
         if self.saver is not None:
@@ -192,12 +192,12 @@ class Worker(Role):
 
     @staticmethod
     def _claim_the_end(watch: Watch) -> None:
-        """The watch was first: it is ending this process."""
+        """Wait for the watch, which is ending this process."""
         if not watch.claim():
             threading.Event().wait()
 
     def _find(self) -> None:
-        """The lead rank reads and checks the checkpoint, before anything is built: how many steps are left follows from it."""
+        """Read and check the checkpoint on the lead rank, before anything is built: the steps that are left follow from it."""
         head: dict[str, Any] | None = None
         if self.lead:
             try:
@@ -249,10 +249,10 @@ class Worker(Role):
         strategy = self.strategy_class(self.options, self.context)
         strategy.setup(self.task)
         self.bulletin = self._find_bulletin(strategy)
-        together = self.bulletin is not None
+        saves_parts = self.bulletin is not None
         self.saver = None
-        if training.checkpoint_steps != 0 and (self.lead or together):
-            self.saver = self._make_saver(strategy, together=together, again=self.spec.again)
+        if training.checkpoint_steps != 0 and (self.lead or saves_parts):
+            self.saver = self._make_saver(strategy, saves_parts=saves_parts, again=self.spec.again)
         assert self.seat.shard is not None
         self.loop = Loop(
             strategy=strategy,
@@ -275,13 +275,12 @@ class Worker(Role):
                 saver=self.saver,
                 traffic=lambda: self.context.traffic,
             ),
-            together=together,
+            saves_parts=saves_parts,
             profiler=self._make_profiler(last_step=total_steps),
         )
 
     def _find_bulletin(self, strategy: Strategy[Options]) -> Bulletin | None:
-        """Where all ranks write checkpoints together, what they tell each other by: if the strategy cuts the model up, and
-        every rank sees the run directory."""
+        """Return the notes for sharded saves, if the strategy shards the model and every rank sees the run directory."""
         training, group = self.config.training, self.group
         if training.checkpoint_steps == 0 or not training.sharded_checkpoints or group.size == 1:
             return None
@@ -304,7 +303,7 @@ class Worker(Role):
         return PartStore(self.store.folder, self.bulletin, rank=self.spec.rank)
 
     def _resume(self) -> None:
-        """Ranks that see the checkpoint's files read what they need of them; if one does not, all get it over the wire."""
+        """Load the checkpoint: from its files if every rank sees them, else broadcast by the lead rank."""
         head, found, problem = self.head, self.found, None
         if found is not None:
             try:
@@ -336,7 +335,7 @@ class Worker(Role):
             )
         with self._strange_state():
             self.loop.load(found)
-        # What was known at that step is still known at the end, where this process trains no step itself.
+        # Keep the evaluation of that step, in case this process trains no step itself.
         if self.val_data is not None:
             self.loop.record.last_evaluation = dict(found.metrics)
         if self.saver is not None and path.parent.resolve() == self.run_dir.checkpoints.resolve():
@@ -351,8 +350,8 @@ class Worker(Role):
             if isinstance(tensors, StoredTensors):
                 tensors.close()
         self.found = None
-        self.group.barrier()  # nobody opens the metrics file before it is cut
-        if not self.lead:  # on another machine there is another file; this one is cut already
+        self.group.barrier()  # no rank opens the metrics file before it is truncated
+        if not self.lead:  # another machine has another file; this one is truncated already
             truncate_metrics(self.run_dir.metrics, after_step=head["step"])
         self.group.barrier()
 
@@ -367,7 +366,7 @@ class Worker(Role):
             ) from error
 
     def _try_task_on_lead(self) -> None:
-        """A mistake that the lead rank finds ends all ranks alike."""
+        """Raise a mistake that the lead rank finds on all ranks."""
         if not needs_trial(self.task):
             return
         problem: str | None = None
@@ -395,7 +394,7 @@ class Worker(Role):
         self.observer.emit(started)
 
     def _finish(self) -> int:
-        """Join what every rank counted; the lead writes the summary."""
+        """Join the reports of all ranks; the lead writes the summary."""
         loop = self.loop
         weights = loop.final_weights()
         if not loop.interrupted:
@@ -447,7 +446,7 @@ class Worker(Role):
         try:
             picture.write_text(drawing.svg, encoding="utf-8")
             picture.with_suffix(".json").write_text(json.dumps(drawing.numbers) + "\n", encoding="utf-8")
-        except OSError as error:  # the run has come to its end all the same
+        except OSError as error:  # the run has finished all the same
             self._warn(f"{picture} could not be drawn: {error.strerror or error}")
             return
-        self.observer.emit(Notice(level="INFO", message=f"{picture}: {drawing.says}", rank=0))
+        self.observer.emit(Notice(level="INFO", message=f"{picture}: {drawing.caption}", rank=0))

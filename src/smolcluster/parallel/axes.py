@@ -4,12 +4,12 @@ rank = ((pp * dp + dp) * cp + cp) * tp + tp
 
 axis      ranks along it share                        they exchange
 tp        a data shard, and each layer's work         activations, several times a layer: keep it inside a machine
-cp        a data shard; each a piece of the sequence  keys and values, in each layer
-dp        nothing; each has its data shard            gradients
+cp        a data shard; each a part of the sequence   keys and values, in each layer
+dp        nothing; each has its own data shard        gradients
 pp        a data shard; each has some of the layers   activations between neighbours
 
-Along dp and cp together, the `data` ranks, all have the same parameters, or pieces of them: data = replicas x shards, where the
-shards of a replica have all pieces and replicas have the same ones.
+The `data` ranks, along dp and cp, hold the same parameters, or shards of them: data = replicas x shards, where the shards of a
+replica make up the whole and replicas hold the same shards.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Axes:
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def lines(self, *along: str) -> list[list[int]]:
-        """The ranks along these axes, for every choice of the others."""
+        """Return the groups of ranks that differ only along these axes."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             coords = self.coords(rank)
@@ -60,7 +60,7 @@ class Axes:
         return list(groups.values())
 
     def seats(self, nodes: Sequence[Node], *, alike: bool) -> list[Seat]:
-        """`alike`: ranks along tp draw the same random numbers, as what they compute in common must not differ."""
+        """Return the seat of each node. `alike`: ranks along tp share a random stream."""
         seats = []
         for rank, node in enumerate(nodes):
             coords = self.coords(rank)
@@ -87,12 +87,12 @@ class Axes:
 
 
 def machines(places: Sequence[Node | Seat]) -> list[str]:
-    """Which machine each rank is on."""
+    """Return the machine of each rank."""
     return [place.machine or (place.name if isinstance(place, Node) else place.node) for place in places]
 
 
 def ranks_per_machine(lines: Sequence[Sequence[int]], hosts: Sequence[str]) -> int:
-    """How many neighbours along each of these lines of ranks are on one machine: as many everywhere, or an error."""
+    """Return how many consecutive ranks of each line share a machine. Raises UserError where the numbers differ."""
     runs = [
         (number, host, len(list(run)))
         for number, line in enumerate(lines)
@@ -102,8 +102,8 @@ def ranks_per_machine(lines: Sequence[Sequence[int]], hosts: Sequence[str]) -> i
     if len(lengths) > 1 or len({(number, host) for number, host, _ in runs}) < len(runs):
         said = ", ".join(f"{length} on {host}" for host, length in dict.fromkeys(run[1:] for run in runs))
         raise UserError(
-            f"HYBRID_SHARD cuts the model up inside each machine, and neighbouring ranks are {said}; "
-            "use as many on each machine, next to each other, or say strategy.shard_size"
+            f"HYBRID_SHARD shards the model inside each machine, and consecutive ranks are {said}; "
+            "use the same number on each machine, with consecutive ranks, or set strategy.shard_size"
         )
     return lengths.pop()
 

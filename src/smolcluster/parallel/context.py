@@ -1,19 +1,19 @@
-"""Context parallel: each rank of the axis has a piece of every sequence, for sequences too long for one.
+"""Context parallel: each rank of the axis has a part of every sequence, for sequences too long for one.
 
     rank c of C has tokens c T/C to (c+1) T/C of each sequence, at their own positions
-    in each attention:  all-gather the keys and values of all pieces; my queries look at those up to my last token
-    backward:           reduce-scatter their gradients, each piece gets the sum of what all ranks found
-    loss:               the mean over all tokens: my piece's mean times its part of the targets; parts add up
+    in each attention:  all-gather the keys and values of all parts; queries attend to those up to the last own token
+    backward:           reduce-scatter their gradients
+    loss:               the mean over all tokens: the mean of each part times its share of the targets, added up
     gradients:          summed over the axis together with the data shards
 
-It is exact. A rank keeps 1/C of the activations; keys and values are whole, for one layer at a time. Later pieces have more to
-look at, so the ranks are not equally busy in attention.
+It is exact. A rank keeps 1/C of the activations; keys and values are whole, for one layer at a time. Later parts attend
+to more tokens, so the ranks are not equally busy in attention.
 
 Bytes per step, sent and received each, for L layers and K bytes of keys and values of a whole batch: 2 L (C-1)/C K, forward and
 backward together.
 
-Liu et al., "Ring attention with blockwise transformers for near-infinite context", 2023, has the ring in place of the gather;
-Llama Team, "The Llama 3 herd of models", 2024, section 3.3, gathers as this does.
+Liu et al., "Ring attention with blockwise transformers for near-infinite context", 2023, uses a ring instead of the gather;
+Llama Team, "The Llama 3 herd of models", 2024, section 3.3, gathers like this module.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from smolcluster.parallel.axes import divisors
 from smolcluster.tasks.base import Task, count_of
 
 
-class Pieces:
-    """This rank's piece of every sequence."""
+class SequenceShards:
+    """Cut batches along the sequence, keep this rank's part, and gather keys and values."""
 
     def __init__(self, group: Group, task: Task, example: Any) -> None:
-        """`example` is a batch: what cannot be cut is refused before anything starts."""
+        """`example`: a batch, to refuse one that cannot be cut before training starts."""
         self._group, self._task = group, task
         self.cut(example)
 
-    def tell(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> None:
         if not isinstance(model, SequenceSharded):
             raise UserError(
-                f"{type(model).__name__} cannot be trained on pieces of sequences: it has no cut_sequence(piece, gather); "
+                f"{type(model).__name__} cannot be trained on parts of sequences: it has no cut_sequence(piece, gather); "
                 "see models/protocols.py, or use strategy.cp=1"
             )
         model.cut_sequence(self._group.rank, self.gather)
 
     def batch(self, batch: Batch) -> Batch:
-        """My piece of each part, and what it counts."""
+        """Cut every micro-batch."""
         return replace(batch, parts=[self.cut(part) for part in batch.parts])
 
     def cut(self, part: Any) -> tuple[Any, float]:
-        """My piece of a batch, and its part of the targets."""
+        """Return this rank's part of a micro-batch, and its share of the targets."""
         rank, size = self._group.rank, self._group.size
 
         def piece(tensor: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Pieces:
         return mine, counted / total if total else 0.0
 
     def loss(self, model: nn.Module, piece: tuple[Any, float]) -> Tensor:
-        """The losses of all pieces add up to the mean over all tokens."""
+        """Return this part's loss; over all ranks they add up to the mean over all tokens."""
         part, share = piece
         return self._task.loss(model, part) * share if share else zero_loss(self._task.loss, model, part)
 
@@ -90,14 +90,14 @@ class Pieces:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(self, piece_BKTE: Tensor) -> Tensor:
-        """Along the tokens: all pieces up to this one."""
+        """Gather along the tokens: all parts up to this rank's."""
         num_tokens = piece_BKTE.size(2)
         everything: Tensor = _Gather.apply(piece_BKTE, self._group)  # type: ignore[no-untyped-call]
         return everything[:, :, : (self._group.rank + 1) * num_tokens]
 
 
 class _Gather(torch.autograd.Function):
-    """All pieces along dimension 2; backward sums what every rank found for a piece where that piece came from."""
+    """All-gather along dimension 2; backward reduce-scatters the gradients."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, group: Group) -> Tensor:

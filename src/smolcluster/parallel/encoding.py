@@ -1,4 +1,4 @@
-"""What encoded tensors cost: in rounds between workers (`comm/encoded_sum.py`), and with a parameter server."""
+"""The cost of encoded tensors: in rounds between workers (`comm/encoded_sum.py`) and with a parameter server."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from smolcluster.comm.contributions import buckets_of
 from smolcluster.comm.encoded_sum import messages_of, rows_of, shares
 from smolcluster.config.options import ExchangeOptions, ServedOptions
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
-from smolcluster.parallel.shards import owners, ward
+from smolcluster.parallel.shards import backed_up_by, owners
 
 
 def summed_by_workers(
     options: ExchangeOptions, nodes: Sequence[Node], shape: Shape | None, *, rounds: int
 ) -> Placement:
-    """A whole model on every node, and gradients that all get the sum of; encoded, on the elastic plane, if there is a codec.
+    """Plan a whole model on every node with all-reduced gradients; on the elastic plane encoded, if there is a codec.
 
-    `rounds`: in flight, with the one that is computed. Without the shapes of tensors, as if each worker owned one of equal
-    size.
+    `rounds`: in flight, with the one that is computed. Without tensor shapes, each worker owns one tensor of equal size.
     """
     codec, n = chosen_codec(options), len(nodes)
     seats = worker_on_each(nodes)
@@ -41,7 +40,7 @@ def summed_by_workers(
         return placement
     sizes = [codec.nbytes(tensor) for tensor in _tensors(shape, n)]
     rows, owned, dense = rows_of(owners(sizes, n), n), shares(sizes, owners, n), 4 * shape.parameters
-    # To each owner its tensors of each bucket, then to all others the means of what one owns.
+    # Send to each owner its tensors of each bucket, then the means of owned tensors to all others.
     buckets = buckets_of(sizes, n)
     parts = [
         sum(messages_of(sum(sizes[j] for j in bucket if j in row)) for bucket in buckets) for row in map(set, rows)
@@ -88,22 +87,22 @@ def sharded_traffic(codec: Codec, shape: Shape, n: int) -> list[tuple[int, int]]
     if codec.lossless:
         return [((2 * n - 1) * share, (2 * n - 1) * share)] * n
     owned = [sum(codec.nbytes(tensors[j]) for j in row) for row in rows_of(owners(counts, n), n)]
-    wanted = [owned[place] + owned[ward(place, n)] for place in range(n)]
+    wanted = [owned[place] + owned[backed_up_by(place, n)] for place in range(n)]
     return [(sum(wanted) - wanted[me] + (n - 1) * share, (n - 1) * (wanted[me] + share)) for me in range(n)]
 
 
 def bytes_on_the_wire(options: ServedOptions, shape: Shape) -> tuple[int, int]:
-    """Of the encoded gradients, and of the weights. Without the shapes of tensors, as if all were one long row."""
+    """Return the bytes of the encoded gradients and of the weights. Without tensor shapes, all are one row."""
     tensors = shape.tensors or [(shape.parameters,)]
     return sum(map(chosen_codec(options).nbytes, tensors)), sum(map(make_codec("fp32").nbytes, tensors))
 
 
 def server_cost(options: ServedOptions, shape: Shape, *, workers: int, pushes: int, record_bytes: int) -> Cost:
-    """The model, its optimizer, the pushes of a step, their average, and the average on its way to the workers; the
-    evaluator's weights; and what is being saved: a copy for a checkpoint, one for a snapshot of the journal.
+    """Return the cost of a parameter server: model, optimizer, pushes, average and sent average, the evaluator's weights, and
+    copies for a checkpoint and for a journal snapshot.
 
-    `pushes`: the most that are held at a time, arriving ones included. They are kept as they came where that is smaller; then
-    one more set of gradients is there to decode them into. `record_bytes`: what a step adds to the journal.
+    `pushes`: held at a time, arriving ones included. They are kept encoded where that is smaller, with one more set of
+    gradients to decode into. `record_bytes`: what a step adds to the journal.
     """
     size, gradients = shape.parameters * shape.bytes_per_parameter, bytes_on_the_wire(options, shape)[0]
     decoded = 4 * shape.parameters
@@ -119,5 +118,5 @@ def server_cost(options: ServedOptions, shape: Shape, *, workers: int, pushes: i
 
 
 def _tensors(shape: Shape, n: int) -> Sequence[Sequence[int]]:
-    """Their shapes; where they are not known, one of equal size for each worker."""
+    """Return the tensor shapes; where unknown, one tensor of equal size per worker."""
     return shape.tensors or [(-(-shape.parameters // n),)] * n

@@ -1,7 +1,7 @@
-"""How the data shards of a mesh share gradients and updates, between backward and the next forward.
+"""How data shards exchange gradients and updates on the mesh plane, between backward and the next forward.
 
-Exchange   a combination of `comm/rounds.py`: all sum gradients (stage 0), or their owners do (stage 1); none with one shard
-Sharded    stages 2 and 3: torch's FSDP2                                                                   fsdp2.py
+GradientExchange   a combination of `comm/rounds.py`: all-reduce (stage 0) or reduce to owners (stage 1)
+Fsdp2Exchange      stages 2 and 3: torch's FSDP2                                           fsdp2.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GradientExchange:
         *,
         lower: torch.dtype | None = None,
     ) -> None:
-        """`combine` makes the combination, once there is a replica; `lower`: the type that owners alone have in full."""
+        """`combine` makes the combination for a replica; `lower`: the type of weights that only owners have in full."""
         self._group, self._combine, self._lower = group, combine, lower
         self._combination: Combination | None = None
         self._owned: OwnedBuckets | None = None
@@ -38,16 +38,16 @@ class GradientExchange:
         self.weigh(weight)
 
     def weigh(self, weight: float) -> None:
-        """Set this shard's part of all samples, or of all targets of a step."""
+        """Set this shard's part of the samples or targets of a step."""
         self._weight = weight
 
     def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """The type that each parameter and buffer of this part of a model has in forward."""
+        """Return the type of each parameter and buffer in forward."""
         rounded = rounded_to(self._lower, model)
         return {name: rounded.get(tensor, tensor.dtype) for name, tensor in everything_in(model).items()}
 
     def wrap(self, model: nn.Module) -> None:
-        """Before there is an optimizer: cut the parameters up."""
+        """Shard the parameters, before the optimizer is made."""
 
     def attach(self, replica: Replica) -> None:
         self._replica = replica
@@ -62,15 +62,15 @@ class GradientExchange:
 
     @property
     def owners(self) -> bool:
-        """Whether each data shard has the optimizer state of some whole parameters."""
+        """Whether each data shard owns whole parameters and their optimizer state."""
         return self._owned is not None
 
     def updates(self, parameter: Tensor) -> bool:
-        """Whether this rank updates it."""
+        """Return whether this rank updates the parameter."""
         return self._owned is None or self._owned.updates(parameter)
 
     def compute(self, batch: Batch) -> Tensor:
-        """Forward and backward, where no pipeline does it."""
+        """Run forward and backward, without a pipeline."""
         with nullcontext() if self._owned is None else self._owned.explained():
             return self._replica.compute(batch, before_last=self._start)
 
@@ -80,7 +80,7 @@ class GradientExchange:
         self._started = True
 
     def finish(self) -> None:
-        """Gradients on the parameters are the mean over all samples."""
+        """Wait until `.grad` holds the mean over all samples."""
         if not self._started:  # a pipeline ran backward
             self._start()
         self._started = False
@@ -90,13 +90,13 @@ class GradientExchange:
             self._combination.give(Committed(0, 0))
 
     def hand_out(self) -> None:
-        """The updated parameters are everywhere they belong."""
+        """Distribute the updated parameters."""
         if self._combination is not None:
             self._combination.complete()
 
     @contextmanager
     def in_full(self) -> Iterator[None]:
-        """Parameters are as the optimizer has them inside, to be saved or loaded."""
+        """Use the optimizer's view of the parameters inside, to save or load them."""
         with nullcontext() if self._owned is None else self._owned.in_full():
             yield
 

@@ -18,7 +18,7 @@ from smolcluster.errors import UserError
 from smolcluster.parallel.exchange import GradientExchange, everything_in
 
 
-class Sharded(GradientExchange):
+class Fsdp2Exchange(GradientExchange):
     """Stages 2 and 3: FSDP2, one group of parameters for each block of the model and one for the rest."""
 
     def __init__(

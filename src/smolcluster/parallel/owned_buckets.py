@@ -1,4 +1,4 @@
-"""Sums of gradients that go to the owners of parameters, a buffer full at a time, where members stay: ZeRO stage 1."""
+"""ZeRO stage 1 on the mesh plane: gradients are reduced to the owners of parameters, a buffer at a time."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from smolcluster.parallel.shards import owners
 
 
 class OwnedBuckets(Combination):
-    """Gradients go to the owners of their parameters and updated parameters come back, a buffer full at a time.
+    """Reduce gradients to the owners of their parameters and gather the updated parameters, a buffer at a time.
 
-    Row r of the buffer takes what rank r owns; shares are padded to the largest. Sums are put where the owner's own gradients
-    were, so that beside them there is only the buffer. After the gradients of a share come as many numbers: how many ranks used
-    each parameter. One that nobody used has no gradient, as in `comm/buckets.py`.
+    Row r of the buffer holds what rank r owns; rows are padded to the longest. Sums replace the owner's own gradients, so the
+    buffer is the only extra memory. The gradients of a share are followed by use counts: how many ranks used each parameter. If
+    no rank used one, it gets no gradient, as in `comm/buckets.py`.
 
-    With a `lower` type the matrices that autocast would round at every use are kept rounded, and their gradients are. Only the
-    owner has such a matrix in full besides, its master, which takes the place of the other while it is updated and saved.
+    With a `lower` type, matrices that autocast would round at every use are kept rounded, like their gradients. Only the owner
+    also has the master weights in full, which replace the rounded ones for the update and for saving.
     """
 
     def __init__(self, replica: Replica, group: Group, *, bucket_bytes: int, lower: torch.dtype | None = None) -> None:
         self._replica, self._group, self._bucket_bytes, self._lower = replica, group, bucket_bytes, lower
         self._masters: dict[nn.Parameter, Tensor] = {}  # of what this rank owns
-        self._working: dict[nn.Parameter, Tensor] = {}  # while the masters are in their places
+        self._working: dict[nn.Parameter, Tensor] = {}  # the rounded ones, while the masters replace them
         self._norm: Tensor | None = None
         parts = [local(p.detach()) for p in replica.parameters]
         sizes = [part.numel() for part in parts]
@@ -40,22 +40,24 @@ class OwnedBuckets(Combination):
         self._own = {p for p, place in zip(replica.parameters, owner, strict=True) if place == group.rank}
         shares = [[i for i, place in enumerate(owner) if place == rank] for rank in range(group.size)]
         self._shares = shares
-        # Nothing is rounded on its way: sums are taken in the widest type, and updates travel as the bytes they are.
+        # Sums are taken in the widest type, and updates are sent as raw bytes: nothing is rounded.
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         longest = max(sum(sizes[i] + 1 for i in share) for share in shares)
         room = self._bucket_bytes // (2 * group.size * dtype.itemsize)  # gloo works on a copy of it
         width = max(1, min(longest, room))
         counts = [[(len(sizes) + rank, len(share))] for rank, share in enumerate(shares)]
         gradients = [[(i, sizes[i]) for i in share] for share in shares]
-        self._to_owners = deal_turns([mine + used for mine, used in zip(gradients, counts, strict=True)], width)
+        self._to_owners = fill_rows([mine + used for mine, used in zip(gradients, counts, strict=True)], width)
         home = group.buffer_device(parts[0].device)
         self._buffer = torch.zeros(group.size * width, dtype=dtype, device=home)
         self._row = torch.zeros(width, dtype=dtype, device=home)
         self._all_used = [torch.ones(len(share), dtype=dtype, device=home) for share in shares]
-        self._counts = torch.zeros(len(shares[group.rank]), dtype=dtype, device=home)  # ranks that used what I own
+        self._counts = torch.zeros(
+            len(shares[group.rank]), dtype=dtype, device=home
+        )  # ranks that used each owned parameter
 
     def begin(self) -> None:
-        """Weights are alike from here on. With a lower type keep matrices rounded, and owners theirs in full besides."""
+        """Start, after all ranks have the same weights. With a lower type round the matrices and keep masters of owned ones."""
         rounded = rounded_to(self._lower, self._replica.model)
         for parameter in self._replica.parameters:
             if parameter in rounded:
@@ -63,20 +65,20 @@ class OwnedBuckets(Combination):
                     self._masters[parameter] = parameter.data
                 parameter.data = parameter.data.to(rounded[parameter])
         sizes = [local(p.detach()).nbytes for p in self._replica.parameters]
-        self._to_all = deal_turns([[(i, sizes[i]) for i in share] for share in self._shares], self._row.nbytes)
+        self._to_all = fill_rows([[(i, sizes[i]) for i in share] for share in self._shares], self._row.nbytes)
 
     def updates(self, parameter: Tensor) -> bool:
-        """Whether this rank updates it, and saves it for all."""
+        """Return whether this rank updates the parameter, and saves it."""
         return parameter in self._own
 
     # A round
 
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
-        """Gradients leave after backward, a buffer full at a time."""
+        """Note the weight: gradients are exchanged in `wait`."""
         self._weight, self._stop = weight / scale, stop
 
     def finish(self, slot: int) -> None:
-        """`wait` does it all."""
+        """Do nothing: `wait` exchanges."""
 
     def done(self, slot: int) -> bool:
         return False
@@ -87,36 +89,36 @@ class OwnedBuckets(Combination):
         unused = {i for i, parameter in enumerate(parameters) if parameter.grad is None}
         gradients = [self._flat_gradient(p) for p in parameters] + self._used(unused)
         sums: dict[int, Tensor] = {}  # of what this rank owns
-        for rows, row, pieces in self._each_turn(self._to_owners, self._buffer, self._row):
-            for piece in pieces:
-                there, flat = rows[piece.owner, piece.at : piece.at + piece.length], gradients[piece.parameter]
-                there.zero_() if flat is None else there.copy_(piece.of(flat)).mul_(self._weight)
+        for rows, row, spans in self._each_turn(self._to_owners, self._buffer, self._row):
+            for span in spans:
+                there, flat = rows[span.owner, span.at : span.at + span.length], gradients[span.parameter]
+                there.zero_() if flat is None else there.copy_(span.of(flat)).mul_(self._weight)
             self._group.reduce_scatter(row, rows.view(-1)).wait()
-            for piece in pieces:
-                if piece.parameter >= len(parameters):
-                    if piece.owner == me:
-                        piece.of(self._counts).copy_(row[piece.at : piece.at + piece.length])
+            for span in spans:
+                if span.parameter >= len(parameters):
+                    if span.owner == me:
+                        span.of(self._counts).copy_(row[span.at : span.at + span.length])
                     continue
-                number, parameter = piece.parameter, parameters[piece.parameter]
-                if piece.owner == me:
+                number, parameter = span.parameter, parameters[span.parameter]
+                if span.owner == me:
                     if number not in sums:
                         sums[number] = self._room_for_sum(parameter, gradients[number])
-                    piece.of(sums[number]).copy_(row[piece.at : piece.at + piece.length])
-                if piece.ends and (piece.owner != me or parameter in self._masters):
+                    span.of(sums[number]).copy_(row[span.at : span.at + span.length])
+                if span.ends and (span.owner != me or parameter in self._masters):
                     gradients[number] = parameter.grad = None
-        self._take_masters()
+        self._use_masters()
         for number, summed in sums.items():
             parameter = parameters[number]
             if parameter.grad is None:
                 parameter.grad = summed.view(parameter.shape)
         own = self._shares[me]
-        if not unused.isdisjoint(own):  # else there is nothing to learn from the counts
+        if not unused.isdisjoint(own):  # else all owned parameters were used
             for i, count in zip(own, self._counts.tolist(), strict=True):
                 if i in unused and count == 0:
                     parameters[i].grad = None
 
     def stop_count(self, slot: int) -> Tensor:
-        """Agree on the norm as well, of which each rank has a part."""
+        """Count stop requests, and agree on the norm, of which each rank has a part."""
         own = [mine for p in self._replica.parameters if (mine := gradient(p)) is not None]
         said = torch.zeros(2, dtype=torch.float64, device=self._group.device)
         if own:
@@ -131,10 +133,10 @@ class OwnedBuckets(Combination):
         return norm
 
     def give(self, result: Committed) -> None:
-        """The sums are on the parameters."""
+        """Do nothing: the sums are in `.grad`."""
 
     def _used(self, unused: set[int]) -> list[Tensor | None]:
-        """For the owner of each share: which of its parameters this rank used."""
+        """Return, for the owner of each share, which of its parameters this rank used."""
         rows: list[Tensor | None] = []
         for share, ones in zip(self._shares, self._all_used, strict=True):
             row = ones if unused.isdisjoint(share) else ones.new_tensor([float(i not in unused) for i in share])
@@ -142,7 +144,7 @@ class OwnedBuckets(Combination):
         return rows
 
     def _flat_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """As one row that shares its memory; an owner has one in any case."""
+        """Return the gradient flat, sharing its memory; zeros for an owner without one."""
         mine = gradient(parameter)
         if mine is None and parameter in self._own:
             mine = torch.zeros_like(local(parameter.detach()))
@@ -160,35 +162,35 @@ class OwnedBuckets(Combination):
     @torch.no_grad()
     def complete(self) -> None:
         """Every owner hands out what it has updated."""
-        self._put_back_rounded()
+        self._restore_rounded()
         me = self._group.rank
         parts = [_in_order(local(p.detach())).view(torch.uint8) for p in self._replica.parameters]
         buffer, own_row = self._buffer.view(torch.uint8), self._row.view(torch.uint8)
-        for rows, row, pieces in self._each_turn(self._to_all, buffer, own_row):
-            for piece in pieces:
-                if piece.owner == me:
-                    row[piece.at : piece.at + piece.length].copy_(piece.of(parts[piece.parameter]))
+        for rows, row, spans in self._each_turn(self._to_all, buffer, own_row):
+            for span in spans:
+                if span.owner == me:
+                    row[span.at : span.at + span.length].copy_(span.of(parts[span.parameter]))
             self._group.all_gather(rows.view(-1), row).wait()
-            for piece in pieces:
-                if piece.owner != me:
-                    piece.of(parts[piece.parameter]).copy_(rows[piece.owner, piece.at : piece.at + piece.length])
+            for span in spans:
+                if span.owner != me:
+                    span.of(parts[span.parameter]).copy_(rows[span.owner, span.at : span.at + span.length])
 
     def _each_turn(
         self, turns: list[tuple[int, list[BucketSpan]]], buffer: Tensor, row: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, list[BucketSpan]]]:
-        for width, pieces in turns:
-            yield buffer[: self._group.size * width].view(-1, width), row[:width], pieces
+        for width, spans in turns:
+            yield buffer[: self._group.size * width].view(-1, width), row[:width], spans
 
     # Masters, and what is saved
 
-    def _take_masters(self) -> None:
+    def _use_masters(self) -> None:
         for parameter, master in self._masters.items():
             if parameter not in self._working:
                 self._working[parameter] = parameter.data
                 parameter.data = master
 
     @torch.no_grad()
-    def _put_back_rounded(self) -> None:
+    def _restore_rounded(self) -> None:
         for parameter, working in self._working.items():
             working.copy_(self._masters[parameter])
             parameter.data = working
@@ -196,23 +198,23 @@ class OwnedBuckets(Combination):
 
     @contextmanager
     def in_full(self) -> Iterator[None]:
-        """What this rank owns is in full inside, to be saved or loaded."""
-        self._take_masters()
+        """Use the master weights inside, to save or load them."""
+        self._use_masters()
         try:
             yield
         finally:
-            self._put_back_rounded()
+            self._restore_rounded()
 
     def owned(self, names: Sequence[str]) -> list[str]:
         parameters = self._replica.model.state_dict(keep_vars=True)
         return [name for name in names if parameters[name.partition("/")[2]] in self._own]
 
     def _saves(self, tensor: Tensor) -> bool:
-        """The first rank saves what nobody updates."""
+        """Return whether this rank saves the tensor: its owner does, or the first rank for what is not trained."""
         return tensor in self._own or (self._group.rank == 0 and not tensor.requires_grad)
 
     def saved(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], in_boxes: bool) -> dict[str, Any]:
-        """Return what to save: the first rank all that the owners have, or each rank what it owns, in boxes."""
+        """Return the state to save: all of it on the first rank, or with `in_boxes` what each rank owns."""
         group, parameters = self._group, self._replica.model.state_dict(keep_vars=True)
         mine = {n: t for n, t in weights.items() if self._saves(parameters[n])}
         if in_boxes:
@@ -240,20 +242,20 @@ class OwnedBuckets(Combination):
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Around forward and backward: name the option that a layer cannot live with."""
+        """Wrap forward and backward: turn a dtype error into one that names the option."""
         try:
             yield
         except RuntimeError as error:
             if self._lower is None or "dtype" not in str(error):
                 raise
             raise UserError(
-                f"a layer wants its weights in their own type ({str(error).splitlines()[0]}): "
+                f"a layer needs its weights in their own type ({str(error).splitlines()[0]}): "
                 "the model cannot be used with strategy.param_dtype in stage 1; leave it out"
             ) from error
 
 
 def rounded_to(lower: torch.dtype | None, model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """The trained matrices that autocast rounds before it multiplies with them, and those that are looked up."""
+    """Return the trained weights of layers that autocast rounds at every use, and of embeddings."""
     found: dict[Tensor, torch.dtype] = {}
     if lower is None:
         return found
@@ -266,23 +268,23 @@ def rounded_to(lower: torch.dtype | None, model: nn.Module) -> dict[Tensor, torc
 
 
 class BucketSpan(NamedTuple):
-    """A stretch of a flat parameter, and its place in the row of its owner."""
+    """A slice of a flat parameter, and its position in the row of its owner."""
 
     owner: int
     at: int
     parameter: int
     first: int
     length: int
-    ends: bool  # there is no more of the parameter
+    ends: bool  # it is the last of its parameter
 
     def of(self, flat: Tensor) -> Tensor:
         return flat[self.first : self.first + self.length]
 
 
-def deal_turns(shares: Sequence[Sequence[tuple[int, int]]], width: int) -> list[tuple[int, list[BucketSpan]]]:
-    """What goes into rows of `width` numbers, turn by turn, until the longest share is through.
+def fill_rows(shares: Sequence[Sequence[tuple[int, int]]], width: int) -> list[tuple[int, list[BucketSpan]]]:
+    """Cut shares into turns of rows of at most `width` numbers: [(row length, slices)].
 
-    A share lists its parameters, each with its number and its length. The rows of the last turn are as long as it needs.
+    A share lists its parameters as (number, length). The rows of the last turn are as long as needed.
     """
     longest = max(sum(length for _, length in share) for share in shares)
     turns: list[tuple[int, list[BucketSpan]]] = [
@@ -301,5 +303,5 @@ def deal_turns(shares: Sequence[Sequence[tuple[int, int]]], width: int) -> list[
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    """All its numbers as one row that shares its memory, in the order they lie there, which is the same on every rank."""
+    """Return the tensor flat in memory order, sharing its memory; the order is the same on every rank."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))

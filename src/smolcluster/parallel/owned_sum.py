@@ -1,7 +1,7 @@
-"""Sums of gradients that go to the owners of parameters, where members come and go: ZeRO stage 1.
+"""ZeRO stage 1 on the elastic plane: gradient sums go to the owners of parameters, which send the updated parameters back.
 
-Each member owns some of the parameters (`shards.py`), and is the backup of the member before it. Owner and backup both hold
-the sums of a round and the optimizer state; after the commit both take the step, and the owner hands out its parameters.
+Each member owns some of the parameters (`shards.py`) and backs up the member before it. Owner and backup both hold the sums of
+a round and the optimizer state; after the commit both take the step, and the owner sends its parameters to all.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.compute.optim import named_state, put_named_state
 from smolcluster.compute.replica import Replica
 from smolcluster.errors import SmolclusterError
-from smolcluster.parallel.shards import buddy, owners, providers, ward
+from smolcluster.parallel.shards import backed_up_by, backup_of, owners, providers
 
 
 class OwnedSum(Combination):
-    """Sums go to the owners of parameters; each takes the step for its own and its ward's."""
+    """Sums go to the owners of parameters; each updates its own and those that it backs up."""
 
     def __init__(self, replica: Replica, *, num_slots: int) -> None:
         self._replica = replica
@@ -34,15 +34,15 @@ class OwnedSum(Combination):
         self._home = torch.device("cpu")
         self._gradients: list[list[Tensor]] = []
         self._slots: list[_OwnedSlot | None] = [None] * num_slots
-        self._unfinished = False  # a step was taken, and the others' parameters have not all come
+        self._unfinished = False  # a step was applied, and updated parameters of others are missing
 
     # Views
 
     def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
         instances = [member.instance for member in view.members]
-        self._deal(group)
+        self._assign(group)
         if not established:
-            return  # the run begins: everybody has the whole state
+            return  # the run begins: every member has the whole state
         try:
             holders = [instances.index(holder) for holder in providers(established)]
         except (LookupError, ValueError) as error:
@@ -51,37 +51,39 @@ class OwnedSum(Combination):
             ) from error
         before = owners(self._sizes, len(established))
 
-        # A step that was committed while a member died: its parameters, from the member that has them.
+        # A step was committed while a member died: broadcast its parameters from the member that has them.
         unfinished = torch.tensor([float(self._unfinished)])
         group.all_reduce(unfinished).wait()
         if unfinished.item():
             for place, holder in enumerate(holders):
-                self._hand_out([p for p, o in zip(self._replica.parameters, before, strict=True) if o == place], holder)
+                self._broadcast(
+                    [p for p, o in zip(self._replica.parameters, before, strict=True) if o == place], holder
+                )
         self._unfinished = False
 
-        # Optimizer state goes to those who should have it now.
+        # Send optimizer state to its new owners and backups.
         had = {instance: place for place, instance in enumerate(established) if instance is not None}
         self._move_state(instances, had, before, holders)
 
-    def _deal(self, group: Group) -> None:
-        """Lay the gradients out by owner: a row per member, padded to the longest."""
+    def _assign(self, group: Group) -> None:
+        """Assign parameters to owners: a row of the buffer per member, padded to the longest."""
         self._group, n = group, group.size
-        # Sums and updated parameters are each exchanged in the order of steps, but not in one order on all members.
+        # A group of its own: sums and updated parameters are not exchanged in the same order on all members.
         self._gathers = group.sub(range(n))
         self._sizes = [p.numel() for p in self._replica.parameters]
         self._owner = owners(self._sizes, n)
         self._rows = [[j for j, o in enumerate(self._owner) if o == place] for place in range(n)]
         self._width = max(1, max(sum(self._sizes[j] for j in row) for row in self._rows))
-        self._make_room()
+        self._allocate()
 
-    def _make_room(self) -> None:
+    def _allocate(self) -> None:
         n = self._group.size
         self._slots = [_OwnedSlot(n, self._width, self._dtype, self._home) for _ in self._slots]
         self._gradients = self._gradients or [
             [torch.zeros_like(p, device=self._home) for p in self._replica.parameters] for _ in self._slots
         ]
 
-    def _hand_out(self, parameters: Sequence[nn.Parameter], holder: int) -> None:
+    def _broadcast(self, parameters: Sequence[nn.Parameter], holder: int) -> None:
         if parameters:
             flat = torch.cat([p.detach().reshape(-1).to(self._home) for p in parameters])
             self._group.broadcast(flat, source=holder).wait()
@@ -97,16 +99,16 @@ class OwnedSum(Combination):
             by_name.setdefault(key.split("/", 1)[1], []).append(key)
 
         def holds(place: int, j: int) -> bool:
-            """Whether the member now at `place` had the state of parameter j."""
+            """Return whether the member now at `place` has the state of parameter j from the former view."""
             former = had.get(instances[place])
-            return former is not None and before[j] in (former, ward(former, len(holders)))
+            return former is not None and before[j] in (former, backed_up_by(former, len(holders)))
 
         outgoing: dict[str, list[list[Any]]] = {}
         parts: dict[int, list[Tensor]] = {}
         for j, parameter in enumerate(self._replica.parameters):
             if holders[before[j]] != me:
                 continue
-            for place in {self._owner[j], buddy(self._owner[j], n)}:
+            for place in {self._owner[j], backup_of(self._owner[j], n)}:
                 if place != me and not holds(place, j):
                     for key in by_name.get(self._names[parameter], ()):
                         tensor = state[key].to(self._home).contiguous()
@@ -137,7 +139,7 @@ class OwnedSum(Combination):
     # Steps
 
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
-        """Gradients are exchanged when backward is over: one reduce-scatter for all."""
+        """Note the weight: gradients are exchanged after backward, in one reduce-scatter."""
         self._weight = weight / scale
 
     def finish(self, slot: int) -> None:
@@ -175,20 +177,20 @@ class OwnedSum(Combination):
             sums.wait()
 
     def _pass_on(self, slot: int) -> None:
-        """Send my sums to my backup."""
+        """Send the sums that this member owns to its backup."""
         sums, n, me = self._slot(slot), self._group.size, self._group.rank
         sums.wait()
         sums.passed_on = True
         if n > 1:
-            send = self._group.send(sums.own, to=buddy(me, n), tag=slot)
-            sums.works = [send, self._group.recv(sums.ward, source=ward(me, n), tag=slot)]
+            send = self._group.send(sums.own, to=backup_of(me, n), tag=slot)
+            sums.works = [send, self._group.recv(sums.backup, source=backed_up_by(me, n), tag=slot)]
 
     def norms(self, slot: int) -> tuple[float, float]:
         return float(get_total_norm(self._gradients[slot])), float(get_total_norm([self._slot(slot).own]))
 
     def give(self, result: Committed) -> None:
         sums, n, me = self._slot(result.slot), self._group.size, self._group.rank
-        for place, flat in {ward(me, n): sums.ward, me: sums.own}.items():
+        for place, flat in {backed_up_by(me, n): sums.backup, me: sums.own}.items():
             offset = 0
             for j in self._rows[place]:
                 parameter = self._replica.parameters[j]
@@ -198,7 +200,7 @@ class OwnedSum(Combination):
         self._unfinished = True
 
     def complete(self) -> None:
-        """Every owner hands out its parameters."""
+        """Gather the updated parameters from their owners."""
         n, me = self._group.size, self._group.rank
         mine = torch.zeros(self._width, dtype=self._dtype)
         _gather([self._replica.parameters[j].detach() for j in self._rows[me]], mine)
@@ -212,9 +214,9 @@ class OwnedSum(Combination):
         self._drop_foreign_state()
 
     def _drop_foreign_state(self) -> None:
-        """A step was committed in this view, so what I no longer own has reached its new owner."""
+        """Free optimizer state that this member no longer holds: after a commit in this view its new owner has it."""
         n, me = self._group.size, self._group.rank
-        held = {self._replica.parameters[j] for place in (me, ward(me, n)) for j in self._rows[place]}
+        held = {self._replica.parameters[j] for place in (me, backed_up_by(me, n)) for j in self._rows[place]}
         for parameter in [p for p in self._replica.optimizer.state if p not in held]:
             del self._replica.optimizer.state[parameter]
 
@@ -229,9 +231,9 @@ class OwnedSum(Combination):
 
 
 class EncodedOwnedSum(OwnedSum):
-    """The same with a codec: parts travel encoded, to the owner and to its backup, who add them up in the same order.
+    """OwnedSum with a codec: encoded gradients go to owner and backup, which add them up in the same order.
 
-    The sums themselves are not encoded again, and updated parameters are handed out as they are.
+    Updated parameters are sent uncoded.
     """
 
     def __init__(self, replica: Replica, *, codec: Codec, num_slots: int) -> None:
@@ -250,9 +252,9 @@ class EncodedOwnedSum(OwnedSum):
         self._committed = view.step
         super().formed(group, view, established)
 
-    def _make_room(self) -> None:
+    def _allocate(self) -> None:
         n = self._group.size
-        wants = [sorted({*self._rows[place], *self._rows[ward(place, n)]}) for place in range(n)]
+        wants = [sorted({*self._rows[place], *self._rows[backed_up_by(place, n)]}) for place in range(n)]
         self._parts.formed(self._group, wants, step=self._committed)
 
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
@@ -297,12 +299,12 @@ class EncodedOwnedSum(OwnedSum):
 
 
 class _OwnedSlot:
-    """The sums of one step: `whole` goes in, `own` comes out, `ward` comes from the member before."""
+    """The sums of one step: `whole` goes in, `own` comes out, `backup` is of the owner before."""
 
     def __init__(self, members: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.whole = torch.zeros(members, width, dtype=dtype, device=device)
         self.own = torch.zeros(width, dtype=dtype, device=device)
-        self.ward = torch.zeros(width, dtype=dtype, device=device) if members > 1 else self.own
+        self.backup = torch.zeros(width, dtype=dtype, device=device) if members > 1 else self.own
         self.works: list[Work] = []
         self.passed_on = False
 

@@ -36,7 +36,7 @@ from smolcluster.parallel.stages import (
     marked,
     num_microbatches,
 )
-from smolcluster.parallel.timeline import Drawing, Worked, draw, expected_idle, idle_share
+from smolcluster.parallel.timeline import Drawing, WorkItem, draw, expected_idle, idle_share
 from smolcluster.tasks.base import Task, count_of
 
 SCHEDULES = {
@@ -105,7 +105,7 @@ class Pipe:
         self._sequence_shards, self._used_in = sequence_shards, used_in
         self._check_shared(model)
         self._shared = self._shared_names(model)
-        self._worked: list[Worked] | None = None  # in the step that is drawn
+        self._worked: list[WorkItem] | None = None  # in the step that is drawn
         self._runs = 0
         self._schedule: Any = None
         self._part: Any = None
@@ -300,14 +300,14 @@ class Pipe:
         synchronize(device)
         if kind == "backward" and not kwargs.get("full_backward", True):
             kind = "input"
-        self._worked.append(Worked(kind, stage, number, began - self._began, time.perf_counter() - self._began))
+        self._worked.append(WorkItem(kind, stage, number, began - self._began, time.perf_counter() - self._began))
         return result
 
     def _draw(self) -> None:
         assert self._worked is not None
         everyone = gather_json(self._group, self._worked)
         self._worked = None
-        ranks = [[Worked(*fields) for fields in rank] for rank in everyone]
+        ranks = [[WorkItem(*fields) for fields in rank] for rank in everyone]
         options, count = self._options, self._num_microbatches
         idle = idle_share(ranks)
         per_rank = len(self.cut.layers) // self._group.size
@@ -317,7 +317,7 @@ class Pipe:
             says += f", {formula:.0%} by the formula"
         numbers = {"schedule": options.schedule, "ranks": self._group.size, "microbatches": count, "idle": idle}
         numbers |= {"idle_by_formula": formula, "work": everyone}
-        self._context.draw(Drawing(name="schedule", svg=draw(ranks, title=says), says=says, numbers=numbers))
+        self._context.draw(Drawing(name="schedule", svg=draw(ranks, title=says), caption=says, numbers=numbers))
 
     # Evaluation
 

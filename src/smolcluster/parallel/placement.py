@@ -1,4 +1,4 @@
-"""Who sits where, what a step costs each of them, and why it cannot be so: what `Strategy.plan` gives, without side effects."""
+"""The result of `Strategy.plan`: which rank runs where, what a step costs it, and reasons to refuse. No side effects."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from smolcluster.parallel.timeline import Drawing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine that can hold seats."""
+    """A place for a rank."""
 
     name: str
     batch_size: int = 1
-    machine: str = ""  # that it is on; empty: one of its own, of that name
-    stays: bool = True  # False: it may leave, as on the elastic plane
+    machine: str = ""  # the machine it is on; empty: its own, with the name of the node
+    stays: bool = True  # False on the elastic plane: it may leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Who sits where. A parameter server is a seat whose role is `server`; it has no data shard."""
+    """The place of a rank in a strategy. A parameter server has the role `server` and no data shard."""
 
     rank: int
     node: str
@@ -37,11 +37,11 @@ class Seat:
     role: str = "worker"
     coords: dict[str, int] = field(default_factory=dict)
     shard: int | None = None
-    stream: int | None = None  # of random numbers; None: one of its own, numbered as its rank
+    stream: int | None = None  # random stream; None: the number of its rank
 
 
 class Rank(Protocol):
-    """What a part of a model must know of the process it is in, and of the others."""
+    """What a part of a model needs to know of its process and of the others."""
 
     config: Config
     seat: Seat
@@ -51,10 +51,10 @@ class Rank(Protocol):
 
     @property
     def part_sizes(self) -> list[int]:
-        """Samples of one part of a step, of every data shard."""
+        """Samples of a micro-batch, by data shard."""
 
     def example(self, count: int, /) -> Any:
-        """A batch of so many samples, to measure with."""
+        """Return a batch of so many samples, for measurements."""
 
     def tell(self, text: str, /) -> None: ...
 
@@ -63,18 +63,18 @@ class Rank(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What `cost` needs to know of a model."""
+    """The sizes of a model, from which costs follow."""
 
     parameters: int
-    tensors: Sequence[Sequence[int]] = ()  # the shape of each; what a codec makes of them depends on it
+    tensors: Sequence[Sequence[int]] = ()  # the shape of each; encoded sizes depend on it
     bytes_per_parameter: int = 4
-    used_bytes: int = 4  # of a parameter where it is gathered to be used: 2 in mixed precision
+    used_bytes: int = 4  # of a parameter gathered for forward: 2 in mixed precision
     optimizer_states: float = 2  # tensors of the parameters' size that the optimizer keeps: 2 for Adam
-    model: nn.Module | None = None  # on the meta device, where layers that differ are dealt out
+    model: nn.Module | None = None  # on the meta device; needed where layers are distributed
 
     @classmethod
     def of(cls, model: nn.Module, config: TrainingConfig) -> Shape:
-        """Of a model (on any device) that is trained as `config` says."""
+        """Return the shape of a model, on any device, trained with `config`."""
         parameters = list(model.parameters())
         matrices = sum(p.numel() for p in split_parameters(model)[0]) if config.optimizer == "muon" else 0
         count = sum(p.numel() for p in parameters)
@@ -89,15 +89,15 @@ class Shape:
         )
 
     def optimizer_bytes(self, parameter_bytes: int) -> int:
-        """Return what the optimizer keeps for so many bytes of parameters."""
+        """Return the bytes of optimizer state for so many bytes of parameters."""
         return round(parameter_bytes * self.optimizer_states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """One step of one worker, by the formulas in the strategy's docstring: of the one that holds most, where they differ.
+    """The cost of a step for one worker, by the formulas in the strategy's docstring.
 
-    Activations are not counted here, nor what is gathered for a moment; `planner/memory_estimate.py` finds those.
+    Activations and temporarily gathered parameters are not included; `planner/memory_estimate.py` finds those.
     """
 
     parameter_bytes: int
@@ -106,9 +106,9 @@ class Cost:
     bytes_sent: int
     bytes_received: int
     messages: int
-    activations_travel: bool = False  # too; how much depends on the samples, and is not in these numbers
-    journal_bytes: int = 0  # of a server: written to its journal
-    offloaded: bool = False  # parameters, gradients and optimizer state are in the machine's memory, not the GPU's
+    activations_travel: bool = False  # also sent; they depend on the samples and are not in these numbers
+    journal_bytes: int = 0  # written by a server
+    offloaded: bool = False  # parameters, gradients and optimizer state are in host memory
 
     @property
     def states_bytes(self) -> int:
@@ -117,21 +117,21 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A strategy's plan for these nodes."""
+    """A strategy's plan for a list of nodes."""
 
     seats: Sequence[Seat] = ()
     costs: Sequence[Cost] = ()  # of every worker, in rank order; without a model there are none
-    server: Cost | None = None  # of the server, where there is one that holds a model
-    refusals: Sequence[str] = ()  # why it cannot run like this, each with its remedy
+    server: Cost | None = None  # of a server that holds a model
+    refusals: Sequence[str] = ()  # reasons why it cannot run, each with its remedy
 
     @property
     def cost(self) -> Cost:
-        """Of the worker that holds most."""
+        """The cost of the worker that holds most."""
         return max(self.costs, key=lambda cost: cost.states_bytes)
 
     @property
     def num_shards(self) -> int:
-        """Into how many data shards the samples of a step are divided."""
+        """The number of data shards."""
         return len({seat.shard for seat in self.seats if seat.shard is not None})
 
     def checked(self) -> Placement:
@@ -142,19 +142,19 @@ class Placement:
 
 
 def worker_on_each(nodes: Sequence[Node]) -> list[Seat]:
-    """Every node is a worker with a data shard of its own."""
+    """Return a worker with its own data shard on every node."""
     return [Seat(rank=r, node=node.name, coords={"dp": r}, shard=r) for r, node in enumerate(nodes)]
 
 
 def workers_and_server(nodes: Sequence[Node]) -> list[Seat]:
-    """A worker on every node, and the server behind the last."""
+    """Return a worker on every node and a server as the last rank."""
     return [*worker_on_each(nodes), Seat(rank=len(nodes), node=nodes[0].name if nodes else "", role="server")]
 
 
 def with_coordinator(placement: Placement, nodes: Sequence[Node], shape: Shape | None) -> Placement:
-    """Add what rounds need where members come and go: a coordinator, and their own gradients kept until a round is committed.
+    """Add the costs of the elastic plane: a coordinator, and gradients that are kept until their round is committed.
 
-    The coordinator holds the state that came last, the next one as it comes, and the evaluator's weights.
+    The coordinator holds the last state, the next one as it arrives, and the evaluator's weights.
     """
     if all(node.stays for node in nodes):
         return placement

@@ -1,8 +1,8 @@
-"""Who owns which parameters: a pure function of their sizes and the number of members.
+"""The ownership of parameters: a pure function of their sizes and the number of members.
 
-Whole parameters, so that any optimizer that treats them one by one stays exact. The largest go first, each to the member that
-owns least so far. The buddy of a member is the next one: it keeps a second copy of the optimizer state of its ward, so that
-the loss of a member loses nothing.
+Whole parameters are assigned, so that optimizers that treat them one by one stay exact. The largest go first, each to the
+member that owns least so far. The backup of a member is the next one: it keeps a second copy of the optimizer state of that
+owner, so that the loss of one member loses nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def owners(sizes: Sequence[int], members: int) -> list[int]:
-    """The owner of each parameter, as a place in the view."""
+    """Return the owner of each parameter, as an index into the view."""
     loads = [0] * members
     owner = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -21,25 +21,25 @@ def owners(sizes: Sequence[int], members: int) -> list[int]:
     return owner
 
 
-def buddy(place: int, members: int) -> int:
-    """Who keeps a copy for the member at this place; itself where it is alone."""
+def backup_of(place: int, members: int) -> int:
+    """Return the member that backs up the one at `place`; itself where it is alone."""
     return (place + 1) % members
 
 
-def ward(place: int, members: int) -> int:
-    """For whom the member at this place keeps a copy."""
+def backed_up_by(place: int, members: int) -> int:
+    """Return the owner that the member at `place` backs up."""
     return (place - 1) % members
 
 
 def providers(established: Sequence[str | None]) -> list[str]:
-    """For each place of a former view, the instance that still holds what its owner held: itself or its buddy.
+    """Return, for each place of a former view, the instance that still holds what its owner held: itself or its backup.
 
     Raises LookupError when both are gone.
     """
     found = []
     for place, instance in enumerate(established):
-        holder = instance or established[buddy(place, len(established))]
+        holder = instance or established[backup_of(place, len(established))]
         if holder is None:
-            raise LookupError(f"member {place} and its buddy are gone")
+            raise LookupError(f"member {place} and its backup are gone")
         found.append(holder)
     return found

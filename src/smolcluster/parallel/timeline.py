@@ -1,4 +1,4 @@
-"""Who computed what when: the time line of one step of a pipeline, as numbers and as a picture."""
+"""The time line of one step of a pipeline, as numbers and as an SVG."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-# Fills with black text on them; alike in lightness, told apart by hue.
+# Fills of equal lightness under black text.
 COLOURS = {"forward": "#9ecae1", "backward": "#fdae6b", "input": "#fdd0a2", "weights": "#a1d99b"}
 NAMES = {
     "forward": "forward",
@@ -20,14 +20,14 @@ WIDTH, ROW, LEFT, TOP, GAP = 1000, 34, 70, 46, 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    name: str  # of the files, without their endings
+    name: str  # of the files, without extension
     svg: str
-    says: str  # what it shows, in a line
-    numbers: dict[str, Any]  # what it was drawn from
+    caption: str
+    numbers: dict[str, Any]  # the data that is drawn
 
 
-class Worked(NamedTuple):
-    """One piece of work; seconds since the step began."""
+class WorkItem(NamedTuple):
+    """One forward or backward; in seconds since the start of the step."""
 
     kind: str
     stage: int
@@ -36,20 +36,20 @@ class Worked(NamedTuple):
     end_s: float
 
 
-def idle_share(ranks: Sequence[Sequence[Worked]]) -> float:
-    """The part of the ranks' time, from the first piece of work to the last, in which they did nothing."""
-    pieces = [piece for rank in ranks for piece in rank]
-    if not pieces:
+def idle_share(ranks: Sequence[Sequence[WorkItem]]) -> float:
+    """Return the idle share of the ranks' time, between the first and the last work item."""
+    items = [item for rank in ranks for item in rank]
+    if not items:
         return 0.0
-    length = max(p.end_s for p in pieces) - min(p.start_s for p in pieces)
-    worked = sum(p.end_s - p.start_s for p in pieces)
+    length = max(p.end_s for p in items) - min(p.start_s for p in items)
+    worked = sum(p.end_s - p.start_s for p in items)
     return 1.0 - worked / (length * len(ranks)) if length > 0 else 0.0
 
 
-def draw(ranks: Sequence[Sequence[Worked]], *, title: str) -> str:
-    """An SVG with one row for each rank. Numbers are micro-batches; a later stage on the same rank is paler."""
-    pieces = [piece for rank in ranks for piece in rank]
-    begin, end = min(p.start_s for p in pieces), max(p.end_s for p in pieces)
+def draw(ranks: Sequence[Sequence[WorkItem]], *, title: str) -> str:
+    """Return an SVG with a row per rank. Numbers are micro-batches; later stages of a rank are paler."""
+    items = [item for rank in ranks for item in rank]
+    begin, end = min(p.start_s for p in items), max(p.end_s for p in items)
     scale = (WIDTH - LEFT - 10) / max(end - begin, 1e-9)
     height = TOP + len(ranks) * (ROW + GAP) + 40
     lines = [
@@ -61,23 +61,23 @@ def draw(ranks: Sequence[Sequence[Worked]], *, title: str) -> str:
         top = TOP + number * (ROW + GAP)
         lines.append(f'<text x="10" y="{top + ROW / 2 + 5}">rank {number}</text>')
         lines.append(f'<rect x="{LEFT}" y="{top}" width="{WIDTH - LEFT - 10}" height="{ROW}" fill="#f0f0f0"/>')
-        stages = sorted({piece.stage for piece in rank})
-        for piece in rank:
-            left, width = LEFT + (piece.start_s - begin) * scale, max((piece.end_s - piece.start_s) * scale, 0.5)
-            opacity = 1.0 - 0.35 * stages.index(piece.stage) / max(len(stages) - 1, 1)
-            says = f"{NAMES[piece.kind]}, stage {piece.stage}, micro-batch {piece.microbatch}"
+        stages = sorted({item.stage for item in rank})
+        for item in rank:
+            left, width = LEFT + (item.start_s - begin) * scale, max((item.end_s - item.start_s) * scale, 0.5)
+            opacity = 1.0 - 0.35 * stages.index(item.stage) / max(len(stages) - 1, 1)
+            text = f"{NAMES[item.kind]}, stage {item.stage}, micro-batch {item.microbatch}"
             lines.append(
-                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{ROW}" fill="{COLOURS[piece.kind]}" '
-                f'fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5"><title>{says}, '
-                f"{1e3 * (piece.end_s - piece.start_s):.2f} ms</title></rect>"
+                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{ROW}" fill="{COLOURS[item.kind]}" '
+                f'fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5"><title>{text}, '
+                f"{1e3 * (item.end_s - item.start_s):.2f} ms</title></rect>"
             )
             if width > 14:
                 middle = left + width / 2
                 lines.append(
-                    f'<text x="{middle:.1f}" y="{top + ROW / 2 + 5}" text-anchor="middle">{piece.microbatch}</text>'
+                    f'<text x="{middle:.1f}" y="{top + ROW / 2 + 5}" text-anchor="middle">{item.microbatch}</text>'
                 )
     bottom, left = height - 18, LEFT
-    for kind in dict.fromkeys(piece.kind for piece in pieces):
+    for kind in dict.fromkeys(item.kind for item in items):
         lines.append(f'<rect x="{left}" y="{bottom - 11}" width="14" height="14" fill="{COLOURS[kind]}"/>')
         lines.append(f'<text x="{left + 20}" y="{bottom + 1}">{NAMES[kind]}</text>')
         left += 40 + 8 * len(NAMES[kind])
@@ -86,7 +86,7 @@ def draw(ranks: Sequence[Sequence[Worked]], *, title: str) -> str:
 
 
 def expected_idle(schedule: str, ranks: int, microbatches: int, stages_per_rank: int) -> float | None:
-    """By the formula, where forward and backward of all stages take as long as each other; None where there is none."""
+    """Return the idle share by formula, for equal stage times; None for a schedule without one."""
     bubble = {
         "sequential": (ranks - 1) / 1,
         "gpipe": (ranks - 1) / microbatches,

@@ -1,6 +1,6 @@
-"""ZeRO's formulas: what a rank holds and moves along the data axis, by stage. Tables: `fsdp.py`, `fsdp_sharded.py`.
+"""The formulas of ZeRO: what a rank holds and sends along the data axis, by stage. Tables: `fsdp.py`, `fsdp_sharded.py`.
 
-Only this axis has bytes that do not depend on the samples; what tensors and layers a rank has is decided before.
+Only on this axis the bytes do not depend on the samples.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from smolcluster.parallel.shards import owners
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero:
-    """What is cut up along the data axis, and the types that travel there; None: as the model's training has them."""
+    """What is sharded along the data axis, and the types that are sent; None: those of the training precision."""
 
     stage: int = 0
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     offload: bool = False
-    by_machine: bool = False  # cut up inside each machine, whatever its ranks
+    by_machine: bool = False  # shard inside each machine
 
 
 def zero_of(options: ShardOptions) -> Zero:
@@ -41,10 +41,10 @@ def zero_of(options: ShardOptions) -> Zero:
 def cost_of_stage(
     zero: Zero, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]], *, place: int, gathers: int = 2
 ) -> Cost:
-    """Of the rank at this place of the data axis, with these parameters before they are cut up. Stage 3 gathers each of them
-    `gathers` times in a step: for forward and for backward.
+    """Return the cost of the rank at this place of the data axis, with these parameters before sharding.
 
-    Without `tensors`, as if all ranks had equally many and pieces needed no padding.
+    Stage 3 gathers each parameter `gathers` times in a step: for forward and for backward. Without `tensors`, parameters are
+    divided evenly, without padding.
     """
     dp, shards, replicas, each = axes.data, axes.shards, axes.replicas, shape.bytes_per_parameter
     count = sum(map(math.prod, tensors)) or shape.parameters // (axes.tp * axes.pp)
@@ -55,14 +55,14 @@ def cost_of_stage(
     if stage == 0:
         parameters = gradients = count * each
         if dp > 1 and axes.pp > 1:
-            gradients *= 2  # a pipeline's own, and the buckets they travel in
+            gradients *= 2  # the pipeline's own, and the buckets
         updated = count
         moved = 2 * (dp - 1) * count * each // dp
     elif stage == 1:
         owned = shares(list(map(math.prod, tensors)), owners, dp) if tensors else [-(-count // dp)] * dp
         updated = owned[place]
         asked = zero.param_dtype is not None and shape.used_bytes < 4
-        rounded = asked and used < each and axes.tp == axes.pp == 1  # matrices, but for the owner's, in full besides
+        rounded = asked and used < each and axes.tp == axes.pp == 1  # matrices, which their owners also hold in full
         matrix = used if rounded else each
         gradients = sum(math.prod(t) * (matrix if len(t) > 1 else each) for t in tensors) or count * matrix
         parameters = gradients + (updated * each if rounded else 0)
@@ -88,6 +88,6 @@ def cost_of_stage(
 
 
 def _bytes_in(dtype: str | None, own: int, *, otherwise: int) -> int:
-    """Of a number of `own` bytes, where a lower type is said; fp32 means that there is none."""
+    """Return the bytes of a number of `own` bytes after rounding to `dtype`; fp32 does not round."""
     said = otherwise if dtype is None else DTYPES[dtype].itemsize
     return own if said == 4 else min(own, said)

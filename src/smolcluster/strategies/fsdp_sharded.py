@@ -40,7 +40,7 @@ from smolcluster.config.options import FSDPOptions, ShardOptions
 from smolcluster.errors import UserError
 from smolcluster.parallel.axes import Axes, divisors, ranks_per_machine
 from smolcluster.parallel.exchange import GradientExchange
-from smolcluster.parallel.fsdp2 import Sharded
+from smolcluster.parallel.fsdp2 import Fsdp2Exchange
 from smolcluster.parallel.owned_buckets import OwnedBuckets
 from smolcluster.parallel.zero import Zero, zero_of
 from smolcluster.strategies.base.parallel import Parallel
@@ -101,7 +101,7 @@ def make_exchange(strategy: Parallel[ShardT]) -> GradientExchange:
     names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
     if options.cpu_offload and context.device.type == "cpu":
         context.warn("strategy.cpu_offload has no effect: there is no GPU to take the load off")
-    return Sharded(
+    return Fsdp2Exchange(
         mesh[names],
         group,
         stage=options.fsdp_stage,

@@ -1,4 +1,4 @@
-"""The process around a worker: its channel to the launcher, its last words, its exit status.
+"""The process around a worker: its channel to the launcher, its final event, its exit status.
 
 The same code runs under our launcher (`python -m smolcluster.engine.process.main`, told by JSON lines on standard input) and on
 its own, under torchrun or as one rank started by hand (`run_worker`).
@@ -29,13 +29,13 @@ from smolcluster.observe.tracebacks import user_traceback
 
 # Not below "smolcluster", whose warnings are shown as they come: last words are an event, told once by whoever ends the run.
 log = logging.getLogger("worker")
-log.addHandler(logging.NullHandler())  # or Python would print them where no log is open yet
+log.addHandler(logging.NullHandler())  # else Python prints to stderr where no log is open yet
 
 
 def run_worker(
     spec: WorkerSpec, channel: ControlChannel, sinks: list[Sink], *, cut_off: Callable[[], None] | None = None
 ) -> int:
-    """Run one rank; returns its exit status. Its last words are an event.
+    """Run one rank; return its exit status. A failure is reported as an event.
 
     `cut_off` ends the process, on another thread, when the rank can do nothing any more: it waits in a backend for a rank that
     is lost.
@@ -71,7 +71,7 @@ def run_worker(
 
 
 def _role(spec: WorkerSpec) -> type[Role]:
-    """What this process is; only what it needs is imported."""
+    """Return the role of this process; import only what it needs."""
     if spec.plane == "mesh":
         from smolcluster.engine.worker import Worker
 
@@ -86,7 +86,7 @@ def _role(spec: WorkerSpec) -> type[Role]:
 
 
 class _PrintedLines(io.TextIOBase):
-    """What a task prints becomes notices: standard output belongs to the launcher."""
+    """Turn what a task prints into notices: standard output belongs to the launcher."""
 
     def __init__(self, sink: Sink, rank: int) -> None:
         self._sink, self._rank, self._line = sink, rank, ""
@@ -99,9 +99,9 @@ class _PrintedLines(io.TextIOBase):
 
 
 def main() -> None:
-    """Under the launcher: events out on standard output, messages in on standard input."""
+    """Run under the launcher: events on standard output, messages on standard input."""
     events = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # C code that prints goes to the log
+    os.dup2(2, 1)  # what C code prints goes to the log
     buffer = b""
     while b"\n" not in buffer:
         chunk = os.read(0, 65536)
@@ -121,7 +121,7 @@ def leave(status: int) -> NoReturn:
     """End this process now. Threads of a backend may still be waiting for a dead peer, or abort in a destructor."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the reader went away: that is its right
+        with contextlib.suppress(OSError):  # the reader is gone
             stream.flush()
     os._exit(status)
 

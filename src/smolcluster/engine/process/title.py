@@ -1,4 +1,4 @@
-"""What `ps` shows for a process of a run: its role, its rank and its run.
+"""The title of a process in `ps`: its role, its rank and its run.
 
 The launcher starts each process with these as arguments, which are for readers only. A process that stands by learns its role
 later, and writes over its arguments. That works on Linux; elsewhere `ps` keeps showing a standby process as such.
@@ -22,7 +22,7 @@ def title_of(spec: WorkerSpec, *, standby: bool = False) -> str:
 
 
 def set_title(title: str) -> None:
-    """Show `title` as this process's command line, as much of it as there is room for."""
+    """Show `title` as this process's command line, cut to the space of the original."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""A process in waiting: what a server or a worker will need is imported, nothing is opened. Its first line makes it one.
+"""A warm process: the modules of a server or worker are imported, nothing is opened. Its first input line is its spec.
 
 `python -m smolcluster.engine.process.warm_elastic` is `main.py` for the elastic plane. The launcher starts workers
 before it knows where their server listens, and keeps a second server ready to take the place of one that dies.

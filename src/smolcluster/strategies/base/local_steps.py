@@ -1,24 +1,24 @@
-"""Local SGD: workers take h steps of their own between two exchanges, then an outer optimizer takes one step for all.
+"""Local SGD: workers take h local steps between two exchanges, then an outer optimizer takes one step for all.
 
-    for each of h steps:   w <- optimizer(w, clip(my gradient at w))       each worker for itself (inner optimizer)
-    delta  <- anchor - w                                                   the pseudo-gradient: how far I went
-    anchor <- outer optimizer(anchor, mean of delta over workers)          the same on all of them
+    for each of h steps:   w <- optimizer(w, clip(local gradient at w))    on each worker (inner optimizer)
+    delta  <- anchor - w                                                   the pseudo-gradient
+    anchor <- outer optimizer(anchor, mean of delta over workers)          the same on all workers
     w      <- anchor
 
-Federated averaging has plain SGD with rate 1 as its outer optimizer, DiLoCo SGD with Nesterov momentum. A strategy says which
-in `outer_optimizer`, and nothing else.
+Federated averaging has plain SGD with rate 1 as its outer optimizer, DiLoCo SGD with Nesterov momentum. A strategy
+only defines `outer_optimizer`.
 
 Means are weighted by samples, or by targets where the task counts them. A round ends with every step that h divides, and with
-the last of the run; a request to stop is agreed on at its end.
+the last step of the run; stop requests take effect at its end.
 
-The anchor is what the run has: it is evaluated, saved and exported, and a worker that joins begins with it. In the middle of a
-round a checkpoint of the mesh plane has besides what each worker has of its own, so that the round goes on where it was. On the
-elastic plane states are taken between rounds.
+The anchor is the model of the run: it is evaluated, saved and exported, and workers that join start from it. A checkpoint of
+the mesh plane in the middle of a round also has the local state of each worker, so that the round continues. On the elastic
+plane states are taken between rounds.
 
-The state of the outer optimizer is shared: it is in every checkpoint, and who joins gets it. That of the inner one stays with
-each worker, and that of rank 0 is the one that other strategies go on with. On the elastic plane a checkpoint has that of one
-worker, and each of them keeps its own on its disk, beside its error feedback: workers that are started again in the same run
-directory go on with it where the checkpoint does. Who joins, or comes back between two, begins with another worker's.
+The state of the outer optimizer is shared: it is in every checkpoint and is sent to workers that join. That of the inner one is
+local; other strategies continue with that of rank 0. On the elastic plane a checkpoint has that of one worker, and each worker
+keeps its own on its disk, beside its error feedback: workers that restart in the same run directory continue with it where the
+checkpoint does. Workers that join, or rejoin between two checkpoints, start with that of another worker.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S / h
 Memory: the anchor and what is exchanged, beside weights, gradients and the state of both optimizers: 4 S and the optimizers'.
@@ -48,15 +48,15 @@ from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
 
 LocalStepsT = TypeVar("LocalStepsT", bound=RoundOptions)
-WEIGHTS, MOMENTS, ROUND = "weights/", "optimizer/", "round/"  # in what a rank saves of its own
-OUTER = "outer/"  # in what all share
+WEIGHTS, MOMENTS, ROUND = "weights/", "optimizer/", "round/"  # prefixes in `State.own`
+OUTER = "outer/"  # prefix in `State.shared`
 
 
 @dataclass(slots=True)
 class _Round:
-    """What I have done of it."""
+    """The local progress of a round."""
 
-    first: int  # updates of the anchor
+    first: int  # updates at its start
     samples: int = 0
     weight: float = 0.0
     loss: Tensor | float = 0.0  # the sum of weighted losses
@@ -65,7 +65,7 @@ class _Round:
 
 
 class LocalSteps(Exchanging[LocalStepsT]):
-    outer: torch.optim.Optimizer  # a worker's; alike on all of them
+    outer: torch.optim.Optimizer  # the same on all workers
 
     @abstractmethod
     def outer_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -73,7 +73,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     @classmethod
     def outer_states(cls, options: LocalStepsT) -> int:
-        """How many tensors of the parameters' size the outer optimizer keeps: 1 for SGD with momentum."""
+        """Return how many tensors per parameter the outer optimizer keeps: 1 for SGD with momentum."""
         return 0
 
     @classmethod
@@ -96,7 +96,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
                 cost,
                 parameter_bytes=2 * size,
                 optimizer_bytes=cost.optimizer_bytes + size * cls.outer_states(options),
-                gradient_bytes=cost.gradient_bytes + size,  # of the steps between, beside what is exchanged
+                gradient_bytes=cost.gradient_bytes + size,  # of local steps, beside what is exchanged
                 bytes_sent=cost.bytes_sent // h,
                 bytes_received=cost.bytes_received // h,
                 messages=-(-cost.messages // h),
@@ -111,7 +111,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         if self.context.server_context is not None:  # a coordinator trains nothing
             return
         self.rounds = self.open_rounds(self.combination())
-        self.replica.led = False  # each worker judges its own gradients
+        self.replica.led = False  # each worker checks its own gradients
         self._anchor = [parameter.detach().clone() for parameter in self.replica.parameters]
         self.outer = self.outer_optimizer(self.replica.parameters)
 
@@ -144,7 +144,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     @torch.no_grad()
     def _exchange(self, step: int) -> None:
-        """Contribute how far I went from the anchor, and go back to it until the round is committed."""
+        """Contribute the distance from the anchor, and return to the anchor until the round is committed."""
         for parameter, anchor in zip(self.replica.parameters, self._anchor, strict=True):
             parameter.grad = anchor - parameter
             parameter.copy_(anchor)
@@ -195,7 +195,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         for number, parameter in enumerate(self.replica.parameters):
             parameter.data, self._anchor[number] = self._anchor[number], parameter.data
 
-    # What is saved
+    # Saving
 
     def state(self, of: Scope = "run") -> State:
         state = super().state(of)
@@ -233,7 +233,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     @torch.no_grad()
     def _go_on(self, own: Mapping[str, Tensor]) -> None:
-        """In the middle of a round."""
+        """Continue in the middle of a round."""
         first, samples, weight, loss = (own[f"{ROUND}{name}"] for name in ("first", "samples", "weight", "loss"))
         self._mine = _Round(int(first), int(samples), float(weight), loss.to(self.replica.device))
         tensors = self.replica.model.state_dict()

@@ -1,19 +1,19 @@
-"""What fsdp, tensor, pipeline and mesh have in common: a rank that has only a part of the model.
+"""The base of fsdp, tensor, pipeline and mesh: each rank holds a part of the model.
 
-    setup:  the whole model, alike on every rank, then this rank's part of it:
+    setup:  build the whole model on every rank, then keep a part of it:
                 pipeline   some of its layers                          pipeline.py
-                tensor     of each layer some rows or columns          tensor.py
-                fsdp       of each tensor a piece, or all of it        fsdp_sharded.py, ../parallel/exchange.py
-            or all of it, and a piece of every sequence (cp)           ../parallel/context.py
-            the optimizer sees what is left
+                tensor     some rows or columns of each layer          tensor.py
+                fsdp       a shard of each tensor, or all of it        fsdp_sharded.py, ../parallel/exchange.py
+            or all of it, and a part of every sequence (cp)            ../parallel/context.py
+            the optimizer is made for that part
 
     step:   forward and backward, through the pipeline if there is one
             gradients are averaged over the data shards                             (fsdp)
             a weight that two pipeline stages share gets the sum of both gradients
-            one small all-reduce: the norm over all parts, the loss of each data shard, who asks to stop
-            w <- optimizer(w, clip(g));  where only owners update, they hand out the result      (fsdp, stage 1)
+            one small all-reduce: the norm over all parts, the loss of each data shard, stop requests
+            w <- optimizer(w, clip(g));  with owners, they broadcast the result                  (fsdp, stage 1)
 
-Names stay those of the whole model, and what is saved is whole: any strategy resumes from any other's checkpoint.
+Names are those of the whole model and checkpoints are whole: any strategy resumes from the checkpoint of any other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
 from smolcluster.parallel.axes import Axes, machines
-from smolcluster.parallel.context import Pieces
+from smolcluster.parallel.context import SequenceShards
 from smolcluster.parallel.exchange import GradientExchange
 from smolcluster.parallel.pipe import Pipe
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape
@@ -61,27 +61,26 @@ class Parallel(Strategy[OptionsT]):
     @classmethod
     @abstractmethod
     def axes(cls, options: OptionsT, hosts: Sequence[str]) -> Axes:
-        """How the ranks are arranged; `hosts` are the machines they are on."""
+        """Return the mesh axes. `hosts`: the machine of each rank."""
 
     @classmethod
     def zero(cls, options: OptionsT) -> Zero:
-        """What is cut up along the data axis."""
+        """Return what is sharded along the data axis."""
         return Zero()
 
     @classmethod
     def cuts_sequences(cls, options: OptionsT) -> bool:
-        """Whether each rank along tp has its own part of the stream between layers, and so numbers of its own."""
+        """Return whether ranks along tp split activations between layers, and so need different random streams."""
         return True
 
     @classmethod
     def gathers(cls, options: OptionsT, axes: Axes, nodes: Sequence[Node]) -> int:
-        """How often stage 3 gathers a parameter in a step: for forward and for backward."""
+        """Return how often stage 3 gathers a parameter in a step: for forward and for backward."""
         return 2
 
     @classmethod
     def parts(cls, options: OptionsT, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
-        """The parameters of each rank along pp, by name, before they are cut up along dp. Raises UserError where these nodes
-        cannot share this model."""
+        """Return the parameters of each rank along pp by name, before sharding along dp. Raises UserError for a bad split."""
         return [{name: tuple(p.shape) for name, p in model.named_parameters()}]
 
     @classmethod
@@ -96,7 +95,7 @@ class Parallel(Strategy[OptionsT]):
 
     @classmethod
     def _costs(cls, options: OptionsT, nodes: Sequence[Node], shape: Shape, axes: Axes) -> list[Cost]:
-        """Without the model itself, as if its layers were dealt out evenly."""
+        """Return the cost of each rank; without the model itself, as if its layers were distributed evenly."""
         stages = [shape.tensors if axes.tp == axes.pp == 1 else ()]
         if shape.model is not None:
             stages = [list(part.values()) for part in cls.parts(options, shape.model, axes, nodes)]
@@ -108,13 +107,13 @@ class Parallel(Strategy[OptionsT]):
         return costs
 
     def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """The type that each parameter and buffer of this part of a model has in forward."""
+        """Return the type of each parameter and buffer in forward."""
         return self._exchange.used_in(model)
 
-    # What a subclass has of the three
+    # Defined by subclasses
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
-        """This rank's stages of a pipeline."""
+        """Return this rank's stages of a pipeline."""
         return None
 
     def share_out(self, model: nn.Module) -> Fusions | None:
@@ -139,34 +138,34 @@ class Parallel(Strategy[OptionsT]):
             torch.cuda.set_device(context.device)  # torch's engine exchanges from there
         self.mesh = self._make_mesh()
         self.data, self.pp = self._line("dp", "cp"), self._line("pp")
-        self._pieces: Pieces | None = None
+        self._sequence_shards: SequenceShards | None = None
         if self.mesh_axes.cp > 1:
-            self._pieces = Pieces(self._line("cp"), task, context.example(1))
+            self._sequence_shards = SequenceShards(self._line("cp"), task, context.example(1))
         counts = context.samples_per_step
         self.weight = counts[self.coords["dp"]] / sum(counts)
         self._exchange = self.make_exchange()
-        loss = task.loss if self._pieces is None else self._pieces.loss
+        loss = task.loss if self._sequence_shards is None else self._sequence_shards.loss
         self.replica = build_replica(task, context, arrange=self._arrange, loss=loss)
         self._exchange.attach(self.replica)
         if self._pipe is not None and context.config.training.compile:
             context.warn(f"training.compile has no effect with {context.config.strategy.name}")
         self._tracks = self.replica.track_gradients and context.group.size > 1
-        if self._tracks:  # it has only parts of them
+        if self._tracks:  # this rank has only parts of the gradients
             self.replica.track_gradients, self.replica.norms = False, self._whole_norms
         self._stop = DelayedFlag(context.device)
 
     def _check_machines(self) -> None:
-        """Where nobody named the machines, a rank knows its own only and took the others to be like it."""
+        """Check that all ranks see the same number of ranks per machine: without a cluster file each knows only its own."""
         if self.zero(self.options).by_machine:
             seen = gather_json(self.context.group, self.mesh_axes.shards)
             if len(set(seen)) > 1:
                 raise UserError(
-                    f"HYBRID_SHARD needs as many ranks on each machine, and these see {seen} on theirs; "
-                    "start as many on each, or say strategy.shard_size"
+                    f"HYBRID_SHARD needs the same number of ranks on each machine, and the ranks see {seen} on theirs; "
+                    "start the same number on each, or set strategy.shard_size"
                 )
 
     def _check_backend(self) -> None:
-        """torch's engine hands GPU memory to the backend, and gloo would read it as its own: the process would die of it."""
+        """Refuse gloo for GPU tensors in torch's engine: gloo would read device memory as host memory and crash."""
         context, group, axes = self.context, self.context.group, self.mesh_axes
         by_torch = max(axes.pp, axes.tp, axes.cp) > 1 or (axes.data > 1 and self.zero(self.options).stage >= 2)
         if by_torch and context.device.type != "cpu" and getattr(group, "backend", "") == "gloo":
@@ -176,17 +175,17 @@ class Parallel(Strategy[OptionsT]):
             )
 
     def _make_mesh(self) -> DeviceMesh | None:
-        """torch's view of the same axes, without those of length one."""
+        """Make torch's device mesh of the axes longer than one."""
         axes = self.mesh_axes
         lengths = {"pp": axes.pp, "replicas": axes.replicas, "shards": axes.shards, "tp": axes.tp}
         lengths = {name: length for name, length in lengths.items() if length > 1}
         if not lengths:
             return None
-        with unset_fake_temporarily():  # in a rehearsal: who sits where is real there too
+        with unset_fake_temporarily():  # in a memory estimate the placement of ranks is real
             return init_device_mesh(self.context.device.type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
 
     def _line(self, *axes: str) -> Group:
-        """The ranks along these axes that this one belongs to. Every rank makes all of them."""
+        """Return the group of this rank along these axes. Every rank creates all groups."""
         mine: Group | None = None
         for ranks in self.mesh_axes.lines(*axes):
             mine = self.context.group.sub(ranks) or mine
@@ -194,11 +193,11 @@ class Parallel(Strategy[OptionsT]):
         return mine
 
     def _arrange(self, model: nn.Module) -> nn.Module:
-        """From the whole model to this rank's part of it."""
+        """Keep this rank's part of the whole model."""
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._places = {name: place for place, name in enumerate(trained)}
-        if self._pieces is not None:
-            self._pieces.tell(model)
+        if self._sequence_shards is not None:
+            self._sequence_shards.prepare(model)
         self._pipe = self.make_pipe(model)
         for part in [model] if self._pipe is None else self._pipe.stages:
             with self._traffic.counted():
@@ -211,7 +210,7 @@ class Parallel(Strategy[OptionsT]):
     def step(self, batch: Batch) -> StepReport:
         if self.context.group.size == 1:
             return train_alone(self.replica, batch, stop=self.context.stop_requested())
-        # Stage 2 keeps what an evaluation has gathered, and gathers less in the step after it.
+        # Stage 2 keeps what an evaluation has gathered: the step after it gathers less.
         shapes = tuple(tuple(t.shape) for t in tree_leaves(batch.parts) if isinstance(t, Tensor))
         with self._traffic.counted((shapes, self._evaluated)):
             report = self._step(batch)
@@ -222,8 +221,8 @@ class Parallel(Strategy[OptionsT]):
         replica, context, pipe = self.replica, self.context, self._pipe
         rate = replica.learning_rate
         part = self._weigh(batch)
-        if self._pieces is not None:
-            batch = self._pieces.batch(batch)
+        if self._sequence_shards is not None:
+            batch = self._sequence_shards.batch(batch)
         with self._engine():
             if pipe is None:
                 loss = self._exchange.compute(batch)
@@ -252,7 +251,7 @@ class Parallel(Strategy[OptionsT]):
         )
 
     def _weigh(self, batch: Batch) -> float | None:
-        """Return this data shard's part of the mean over the step, where targets are counted: it is told to the exchange."""
+        """Return this data shard's part of the mean over the step, and set it in the exchange, where targets are counted."""
         if batch.counts is None or self.mesh_axes.dp == 1:
             return None
         part = share_of(self.data, batch.weight)() * self.mesh_axes.cp  # ranks along cp have the same targets
@@ -260,11 +259,11 @@ class Parallel(Strategy[OptionsT]):
         return part
 
     def _engine(self) -> AbstractContextManager[None]:
-        """Around forward and backward: with tensor parallelism the loss is taken over pieces of the vocabulary."""
+        """Wrap forward and backward: with tensor parallelism the loss is sharded over the vocabulary."""
         return nullcontext() if self.mesh_axes.tp == 1 else loss_parallel()
 
     def _agree(self, loss: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """My data shard's loss, the norm of the whole gradient, and whether anybody asks to stop."""
+        """Return the loss of this data shard, the norm of the whole gradient, and whether any rank asks to stop."""
         group, mine = self.context.group, 2 + self.coords["dp"]
         said = torch.zeros(2 + self.mesh_axes.dp, dtype=torch.float64, device=group.device)
         said[0] = self._squares()
@@ -275,7 +274,7 @@ class Parallel(Strategy[OptionsT]):
         return said[mine], said[0].sqrt(), self._stop.read(said[1:2].float())
 
     def _squares(self) -> Tensor:
-        """The sum of squares of my gradients, each divided by how many ranks have it too: these add up to the whole."""
+        """Return the sum of squares of the local gradients, each divided by the number of ranks that hold it."""
         twins = set() if self._pipe is None else self._pipe.copied
         parts = [(p, mine) for p in self.replica.parameters if p not in twins and (mine := gradient(p)) is not None]
         device = self.context.group.device
@@ -293,7 +292,7 @@ class Parallel(Strategy[OptionsT]):
         return squares.sum()
 
     def _whole_norms(self) -> dict[str, Tensor]:
-        """The parts meet here, when a row is logged: all ranks do so after the same steps."""
+        """Return the norm of each whole gradient. All ranks call it, when a row is logged."""
         squared = self._squared.clone()
         self.context.group.all_reduce(squared).wait()
         return dict(zip(self._places, squared.sqrt() / self._norm_scale, strict=True))
@@ -306,7 +305,11 @@ class Parallel(Strategy[OptionsT]):
             model = self.replica.model if self._pipe is None else self._pipe.answering(part)
             if model is None:
                 return {}
-            metrics = task.metrics(model, part) if self._pieces is None else self._pieces.metrics(model, part)
+            metrics = (
+                task.metrics(model, part)
+                if self._sequence_shards is None
+                else self._sequence_shards.metrics(model, part)
+            )
             return {name: whole(value) for name, value in metrics.items()}
 
     @property
@@ -319,10 +322,10 @@ class Parallel(Strategy[OptionsT]):
             replicas=self.data,
         )
 
-    # What is saved, and taken up again
+    # Saving and loading
 
     def state(self, of: Scope = "run") -> State:
-        """Whole on the lead rank; the others take part in gathering it, and get nothing."""
+        """Return the whole state on the lead rank; the others take part in gathering it and return an empty one."""
         self._evaluated = False
         with self._exchange.in_full():
             return self._boxes() if of == "rank" else self._whole(of)
@@ -336,7 +339,7 @@ class Parallel(Strategy[OptionsT]):
         return State(weights=weights, optimizer=moments, numbers=numbers, own=self._own_buffers())
 
     def _own_buffers(self) -> dict[str, Tensor]:
-        """What the first data shard saves for the model is not this rank's."""
+        """Return the buffers that differ from those of the first data shard, which saves the model's."""
         return self.replica.buffers.changing() if self.data.rank > 0 else {}
 
     def _boxes(self) -> State:
@@ -354,31 +357,31 @@ class Parallel(Strategy[OptionsT]):
                 wholes[kind][name] = list(tensor.shape)
                 part, (offsets, _) = local(tensor), place(tensor)
                 if kind == "weights":
-                    part = part.to(self.replica.layout[name].dtype)  # the type that the model has it in
+                    part = part.to(self.replica.layout[name].dtype)  # in the type of the model
                 if part.numel() and self._saves(tensor, parameters[plain]):
                     runs = [(offsets, part)] if self._fusions is None else self._fusions.runs(plain, part, offsets)
                     boxes[kind].update({box_name(name, at): rows for at, rows in runs})
         return State(**boxes, numbers=numbers, wholes=wholes, own=self._own_buffers())
 
     def _saves(self, tensor: Tensor, parameter: Tensor) -> bool:
-        """Of the ranks that have the same, the first."""
+        """Return whether this rank saves the tensor: the first of those that hold it."""
         axes = axes_of(tensor)
         along_dp = "shards" in axes or "replicas" in axes or self._answers_for(parameter)
         return along_dp and ("tp" in axes or self.coords["tp"] == 0) and has_first(tensor)
 
     def _answers_for(self, tensor: Tensor) -> bool:
-        """Of data shards, the first; the owner, where there is one."""
+        """Return whether this data shard saves the tensor: its owner, or the first."""
         if self._exchange.owners and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             return self._exchange.updates(tensor)
         return self.coords["dp"] == self.coords["cp"] == 0
 
     def _whole_weights(self) -> dict[str, Tensor]:
-        """In the types that the model has them in."""
+        """Return the whole weights in the types of the model."""
         weights = self._gather(self.replica.weights())
         return {name: tensor.to(self.replica.layout[name].dtype) for name, tensor in weights.items()}
 
     def _gather(self, tensors: dict[str, Tensor], *, prefixed: bool = False) -> dict[str, Tensor]:
-        """Along tp and the data ranks, then along pp. `prefixed`: what it is stands before the name of the parameter."""
+        """Gather along tp and the data ranks, then along pp. `prefixed`: names are kind/parameter."""
         parameters = self.replica.model.state_dict(keep_vars=True)
         found = {}
         for name, tensor in tensors.items():
@@ -422,6 +425,6 @@ class Parallel(Strategy[OptionsT]):
         replica.buffers.load(state.own)
 
     def _part(self, name: str, full: Tensor, tensor: Tensor) -> Tensor:
-        """What of `full` belongs into this rank's part of `tensor`."""
+        """Return the part of `full` that belongs to this rank's part of `tensor`."""
         full = full if self._fusions is None else self._fusions.arranged(name.removesuffix(COPY), full)
         return part_of(full, tensor)

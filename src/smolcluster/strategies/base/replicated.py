@@ -1,4 +1,4 @@
-"""What every strategy with a whole model on each worker shares: saving and loading, and the step that needs nobody."""
+"""Bases of strategies with a whole model on each worker: saving and loading, rounds, and a step without peers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from smolcluster.strategies.base import IN_FLIGHT, OptionsT, Scope, Share, State
 from smolcluster.tasks.base import Task
 
 ServedT = TypeVar("ServedT", bound=ServedOptions)
-CODEC = "codec/"  # names of `State.own`: error feedback
-CombinedBy = Literal["workers", "server", "server, as they arrive"]  # with a coordinator; step by step; one by one
+CODEC = "codec/"  # prefix in `State.own`: error feedback
+CombinedBy = Literal["workers", "server", "server, as they arrive"]  # by all-reduce; synchronously; asynchronously
 
 
 class Replicated(Strategy[OptionsT]):
@@ -53,10 +53,10 @@ class Exchanging(Replicated[OptionsT]):
     """A strategy whose workers combine what they compute in rounds (`comm/rounds.py`), on either plane."""
 
     combined: ClassVar[CombinedBy] = "workers"
-    rounds: Rounds  # a worker's
+    rounds: Rounds  # on workers
 
     def open_rounds(self, combination: Combination) -> Rounds:
-        """Combine with the other workers from now on. Ranks that stay start with the weights of rank 0."""
+        """Start exchanging with the other workers. On the mesh plane all start with the weights of rank 0."""
         context, weights = self.context, self.replica.weights()
         if context.open_rounds is not None:
             return context.open_rounds(self, combination)
@@ -74,7 +74,7 @@ class Exchanging(Replicated[OptionsT]):
         )
 
     def contribute(self, batch: Batch) -> AbstractContextManager[Contribution]:
-        """Compute my part of the round that ends with this batch inside."""
+        """Wrap the computation of this worker's contribution to the round that ends with this batch."""
         return self.rounds.contribute(
             batch.step,
             samples=batch.samples,
@@ -84,7 +84,7 @@ class Exchanging(Replicated[OptionsT]):
         )
 
     def sum_of_workers(self, options: ExchangeOptions) -> Combination:
-        """Add up what lies in `.grad` over the workers: in buckets, or encoded where the options name a codec."""
+        """Return the sum of `.grad` over workers: in buckets, or encoded where the options name a codec."""
         codec, slots = chosen_codec(options), self.rounds_in_flight + 1
         if self.context.fixed_group is None and not codec.lossless:
             trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
@@ -94,22 +94,22 @@ class Exchanging(Replicated[OptionsT]):
 
     @property
     def local_steps(self) -> int:
-        """How many steps of its own a worker takes in a round."""
+        """The number of local steps in a round."""
         return 1
 
     @property
     def rounds_in_flight(self) -> int:
-        """How many rounds may be under way while the next is computed."""
+        """How many rounds may be in flight while the next is computed."""
         return 0
 
     @property
     def round_timeout(self) -> float | None:
-        """How many seconds a worker may compute while others wait for it; None: as long as usual rounds suggest."""
+        """Seconds that a worker may compute while others wait for it; None: adaptive."""
         return None
 
     @property
     def stops_when_stale(self) -> bool:
-        """Whether a worker ends when its contributions come too late to count."""
+        """Whether a worker stops when its contributions are too late to count."""
         return False
 
     @property
@@ -140,7 +140,7 @@ class Exchanging(Replicated[OptionsT]):
 
     def load_state(self, state: State) -> None:
         super().load_state(state)
-        buffers = dict(self.replica.model.named_buffers())  # a subclass may have names of its own beside these
+        buffers = dict(self.replica.model.named_buffers())  # subclasses add other names
         self.replica.buffers.load({name: own for name, own in state.own.items() if name in buffers})
         if own := under(CODEC, state.own):
             self.rounds.load_own(own)
@@ -150,16 +150,16 @@ class Exchanging(Replicated[OptionsT]):
             self.rounds.load(in_flight, results)
 
     def _names(self) -> list[str]:
-        """Of the trained parameters, in their order."""
+        """Return the names of the trained parameters, in order."""
         return [name for name, parameter in self.replica.model.named_parameters() if parameter.requires_grad]
 
     @abstractmethod
     def apply(self, result: Committed) -> None:
-        """Update the weights by the result of a round: all members in the same order, with the same result."""
+        """Update the weights with the result of a round: all members apply the same results in the same order."""
 
 
 class Pushing(Exchanging[ServedT]):
-    """A strategy whose workers push their gradients to a parameter server, which has the weights and the optimizer."""
+    """A strategy whose workers push their gradients to a parameter server, which holds the weights and the optimizer."""
 
     combined: ClassVar[CombinedBy] = "server"
     rounds: ServerRounds
@@ -167,32 +167,32 @@ class Pushing(Exchanging[ServedT]):
     def setup(self, task: Task) -> None:
         super().setup(task)
         if self.context.server_context is None:
-            assert self.context.open_rounds is not None, "parameter servers are of the elastic plane"
+            assert self.context.open_rounds is not None, "parameter servers need the elastic plane"
             trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
             self.rounds = cast(ServerRounds, self.context.open_rounds(self, AtServer(trained)))
 
     @abstractmethod
     def take_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Use the server's weights, as they were after this step of it."""
+        """Use the server's weights after this step."""
 
     @abstractmethod
     def rejoined(self) -> None:
-        """Start from the server's state, which is loaded: what was in flight before came to nothing."""
+        """Continue with the server's state, which is loaded: what was in flight is discarded."""
 
-    # What the server asks
+    # Called by the server
 
     @property
     def collect_timeout(self) -> float:
-        """How many seconds the others are waited for, after the first gradient of a step."""
+        """Seconds to wait for the others after the first gradient of a step."""
         raise AssertionError(f"{type(self).__name__} is not synchronous")
 
     @property
     def server_batch(self) -> int | None:
-        """How many samples make a step; None: as many as all members read in one."""
+        """Samples that make an update; None: one batch of each member."""
         return None
 
     def weight_of(self, age: int) -> float | None:
-        """Return what a gradient counts that was computed so many updates ago; None: it is too old."""
+        """Return the weight of a gradient that is `age` updates old; None: refuse it."""
         return 1.0
 
 
@@ -203,7 +203,7 @@ def replica_state(replica: Replica) -> State:
 
 
 def train_alone(replica: Replica, batch: Batch, *, stop: bool) -> StepReport:
-    """One step of a worker without peers."""
+    """Take a step without peers."""
     rate = replica.learning_rate
     loss = replica.compute(batch)
     norm = replica.apply()
