@@ -365,7 +365,7 @@ def test_who_may_not_join_is_told_why_and_nobody_else_is_disturbed(smol: Smol, f
         (("train", "--strategy", "edp", "--plane", "mesh"), "strategy edp does not run on the mesh plane"),
         (("train", "--strategy", "edp", "--rank", "0", "--world-size", "2"), "start its server with `smolcluster server`"),
         (("worker", "0", "pi6", "cluster_config_edp.yaml"), "'pi6' is not among the workers of this configuration"),
-        (("worker", "0", "pi5"), "Give --server HOST:PORT"),
+        (("worker", "0", "pi5"), "give --server HOST:PORT"),
         (("worker", "-1", "pi5", "--server", "a:1"), "-1"),
     ],
 )  # fmt: skip

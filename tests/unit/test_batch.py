@@ -925,7 +925,7 @@ def test_the_token_is_never_printed(
     monkeypatch.setenv("SMOLCLUSTER_TOKEN", token)
     cli_k8s.k8s(["gpt"], strategy="edp")
     assert hidden not in capsys.readouterr().out  # it is there, and nobody asked for it
-    with pytest.raises(UserError, match="the token would be on the screen"):
+    with pytest.raises(UserError, match="the token would be printed"):
         cli_k8s.k8s(["gpt"], strategy="edp", token_from_env=True)
     cli_k8s.k8s(["gpt"], strategy="edp", token_from_env=True, submit=True)
     assert hidden in (programs / "kubectl.stdin").read_text()
@@ -937,7 +937,7 @@ def test_the_token_is_never_printed(
     monkeypatch.delenv("SMOLCLUSTER_TOKEN")
     with pytest.raises(UserError, match="SMOLCLUSTER_TOKEN is not set"):
         cli_k8s.k8s(["gpt"], strategy="edp", token_from_env=True, out=out)
-    with pytest.raises(UserError, match="there is no token in it"):
+    with pytest.raises(UserError, match="contains no token"):
         cli_k8s.k8s(["gpt"], strategy="edp", token_from_file=Path("none"), out=out)
     with pytest.raises(UserError, match="give one of them"):
         cli_k8s.k8s(["gpt"], strategy="edp", token_from_file=Path("none"), token_from_env=True, out=out)
