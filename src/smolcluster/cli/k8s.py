@@ -105,6 +105,6 @@ def _token(file: Path | None, *, from_env: bool) -> str | None:
     if file is not None:
         entries = TokenFile(file).entries()
         if not entries:
-                raise UserError(f"--token-from-file {file} contains no token; make one with `smolcluster token new`")
+            raise UserError(f"--token-from-file {file} contains no token; make one with `smolcluster token new`")
         return entries[0].token
     return None
