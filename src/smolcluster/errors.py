@@ -1,4 +1,4 @@
-"""What can go wrong, and whose mistake it is.
+"""The exceptions of this package.
 
     SmolclusterError          exit status 1: the run failed
     ├── UserError             exit status 2: the input is wrong; one message, no traceback
@@ -10,7 +10,7 @@
     ├── CodecError            a tensor or payload that a codec cannot carry (comm/codecs)
     └── PeerLost              another process stopped answering (comm/group.py)
 
-A message says what was found, where, and what to do about it.
+A message gives the value, the place and the remedy.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class SmolclusterError(Exception):
 
 
 class UserError(SmolclusterError):
-    """The user can mend this: the message names the value, the place and the remedy."""
+    """The input is wrong; the message names the value, the place and the remedy."""
 
     exit_code = 2
 
@@ -41,7 +41,7 @@ class MissingExtra(UserError):
 
 @contextlib.contextmanager
 def needed(*, extra: str, purpose: str) -> Iterator[None]:
-    """Turn an import inside that fails into a MissingExtra that names the package."""
+    """Turn an ImportError inside into a MissingExtra that names the package."""
     try:
         yield
     except ImportError as error:
@@ -57,7 +57,7 @@ class DamagedCheckpoint(SmolclusterError):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The tail of an error about an unknown name: the nearest known one, or all of them."""
+    """Return the nearest known name and all known names, to end an error message about an unknown one."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     listed = ", ".join(known)
@@ -65,5 +65,5 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """`unknown strategy 'allredce'; did you mean 'allreduce'? known: allreduce, single`."""
+    """Return an error such as `unknown strategy 'allredce'; did you mean 'allreduce'? known: allreduce, single`."""
     return UserError(f"unknown {kind} '{name}'; {suggest(name, known)}")

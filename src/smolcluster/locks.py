@@ -1,5 +1,5 @@
-"""File locks that the system releases when their holder dies, however it dies. On Windows they lock one byte, far beyond
-what any file of ours holds, so that they are in nobody's way who reads or writes."""
+"""File locks that the system releases when their holder dies. On Windows they lock one byte far beyond the end of the file, so
+that it can still be read and written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FAR = 2**31 - 2
 
 
 def try_lock(fd: int) -> bool:
-    """Return False when another holder has it. Raises OSError where it cannot be locked: some file systems have no locks."""
+    """Lock a file; return False if another process has it locked. Raises OSError on file systems without locks."""
     try:
         if sys.platform == "win32":
             os.lseek(fd, _FAR, os.SEEK_SET)

@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop: Ctrl-C, SIGTERM, and SIGHUP of a terminal that was closed."""
+"""Signals that ask a process to stop: Ctrl-C, SIGTERM, and SIGHUP of a closed terminal."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ HANGUP: int | None = getattr(signal, "SIGHUP", None)  # Windows has none
 
 
 def stop_signals() -> tuple[int, ...]:
-    """Those that this process should handle. A SIGHUP that is ignored stays so: that is what `nohup` is for."""
+    """Return the signals to handle. A SIGHUP that is ignored stays ignored, for `nohup`."""
     hangup = () if HANGUP is None or signal.getsignal(HANGUP) is signal.SIG_IGN else (HANGUP,)
     return (signal.SIGINT, signal.SIGTERM, *hangup)
 
 
 def ignore_hangup() -> None:
-    """For a process whose launcher acts on it."""
+    """Ignore SIGHUP in a process whose launcher handles it."""
     if HANGUP is not None:
         signal.signal(HANGUP, signal.SIG_IGN)
 
 
 def terminals() -> tuple[int, ...]:
-    """Which of standard output and standard error are a terminal. Ask before it is gone."""
+    """Return which of standard output and standard error are a terminal. Call it before the terminal closes."""
     return tuple(number for number in (1, 2) if os.isatty(number))
 
 
 def leave_terminal(descriptors: tuple[int, ...]) -> None:
-    """Send what is still written there to nowhere: a terminal that was closed fails every write."""
+    """Redirect these descriptors to the null device: every write to a closed terminal fails."""
     with contextlib.suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for number in descriptors:

@@ -19,7 +19,7 @@ def test_scaling_of_two_sizes_and_one_that_does_not_divide(smol: Smol, tmp_path:
     ended = smol.run("bench", "scaling", "gpt", *sizes, "--override", *TINY, cwd=tmp_path).ok()
     assert "\x1b" not in ended.out
     assert "run 2 of 3: repeat 1 of 1, 2 workers" in ended.out
-    assert "a step of 4 samples cannot be dealt out evenly to 3 data shards" in ended.out
+    assert "a step of 4 samples cannot be divided among 3 data shards" in ended.out
     found = json.loads((tmp_path / "here" / "scaling.json").read_text())
     one, two, three = found["sizes"]
     assert (found["status"], found["strategy"], found["scaling"]) == ("finished", "allreduce", "strong")
@@ -32,7 +32,7 @@ def test_scaling_of_two_sizes_and_one_that_does_not_divide(smol: Smol, tmp_path:
     assert two["efficiency"] == two["median_samples_per_s"] / one["median_samples_per_s"] / 2
     assert (tmp_path / "here" / "scaling.svg").is_file()
     again = smol.run("bench", "scaling", "--out", "here", cwd=tmp_path)
-    assert (again.status, "has a scaling.json already" in again.err) == (2, True)
+    assert (again.status, "already has a scaling.json" in again.err) == (2, True)
 
 
 def test_an_interrupt_leaves_what_there_is(smol: Smol, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_an_interrupt_leaves_what_there_is(smol: Smol, tmp_path: Path) -> None:
 
 def test_wrong_input_is_refused(smol: Smol, tmp_path: Path) -> None:
     for arguments, says in (
-        (("--workers", "two"), "--workers 'two' is neither a number"),
+        (("--workers", "two"), "--workers 'two': give a number, or several"),
         (("--strategy", "nosuch", "--workers", "1"), "unknown strategy 'nosuch'"),
         (("--repeats", "0"), "repeats"),
     ):

@@ -279,7 +279,7 @@ def test_a_cluster_file_says_where_the_server_is(smol: Smol, folder: Path) -> No
     ended = [command.end(within_s=PATIENCE_S).ok() for command in (server, worker)]
     assert f"listening on 127.0.0.2:{port}" in ended[0].out
     assert "worker 0 (pi5) joined\n" in ended[0].out
-    assert f"the run is over; its results are with the server at 127.0.0.2:{port}\n" in ended[1].out
+    assert f"the run is over; its results are on the server at 127.0.0.2:{port}\n" in ended[1].out
 
 
 def test_another_strategy_does_not_lose_what_is_only_in_the_journal(smol: Smol, folder: Path) -> None:
@@ -342,7 +342,7 @@ def test_who_may_not_join_is_told_why_and_nobody_else_is_disturbed(smol: Smol, f
     # One leaves; the other goes on. Then the server is stopped, and everybody goes home.
     members[1].process.send_signal(signal.SIGINT)
     left = members[1].end(within_s=PATIENCE_S)
-    assert (left.status, left.err) == (130, "smolcluster: interrupted; the run goes on without this worker\n")
+    assert (left.status, left.err) == (130, "smolcluster: interrupted; the run continues without this worker\n")
     step = last_step(run_dir)
     wait(server, lambda: last_step(run_dir) > step + 2, what="training to go on")
     other = smol.run("worker", "1", "gamma", *join, cwd=folder, env=go)  # its number is free, and is not gamma's
@@ -365,7 +365,7 @@ def test_who_may_not_join_is_told_why_and_nobody_else_is_disturbed(smol: Smol, f
         (("train", "--strategy", "edp", "--plane", "mesh"), "strategy edp does not run on the mesh plane"),
         (("train", "--strategy", "edp", "--rank", "0", "--world-size", "2"), "start its server with `smolcluster server`"),
         (("worker", "0", "pi6", "cluster_config_edp.yaml"), "'pi6' is not among the workers of this configuration"),
-        (("worker", "0", "pi5"), "Give --server HOST:PORT"),
+        (("worker", "0", "pi5"), "give --server HOST:PORT"),
         (("worker", "-1", "pi5", "--server", "a:1"), "-1"),
     ],
 )  # fmt: skip

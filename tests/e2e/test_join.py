@@ -50,9 +50,9 @@ def test_a_machine_joins_by_its_code(smol: Smol, tmp_path: Path) -> None:
         serving = smol.start(*command, "--override", *TINY, "cluster.workers=[mini9]", **where[0])  # pi5 is a newcomer
         refused = smol.run("cluster", "accept", "--address", "127.0.0.1:9", "--server", f"{server}:{port}", **where[0])
         assert refused.status == 2
-        assert "give a new one with --rank N" in refused.err
+        assert "give an unused one with --rank N" in refused.err
         joining = smol.start("join", "pi5", "--address", network.address(1), "--device", "cpu", **where[1])
-        joining.until(lambda: "pi5 offers itself" in joining.output, what="the offer")
+        joining.until(lambda: "pi5 waits at" in joining.output, what="the offer")
         accepting = subprocess.Popen(
             [
                 "ip",
@@ -87,7 +87,7 @@ def test_a_machine_joins_by_its_code(smol: Smol, tmp_path: Path) -> None:
         assert serving.end(within_s=60).status == 0
         ended = joining.end(within_s=30)
         assert ended.status == 0, ended
-        assert f"taken by the cluster; its server is at {server}:{port}" in ended.out
+        assert f"accepted by the cluster; its server is at {server}:{port}" in ended.out
         kept = homes[1] / ".config" / "smolcluster" / "token"
         assert kept.read_text().split()[0] == (homes[0] / ".config" / "smolcluster" / "token").read_text().split()[0]
         assert kept.stat().st_mode & 0o077 == 0

@@ -145,7 +145,7 @@ def test_a_task_that_raises_is_quoted(smol: Smol, folder: Path) -> None:
     assert re.search(r'  \|   File ".*tasks\.py", line \d+, in loss\n', ended.err)
     assert '  |     raise ValueError("the third batch is cursed")\n' in ended.err
     assert "smolcluster/" not in ended.err.split("full log")[0], "frames of this package help nobody"
-    assert re.search(r"\nthe whole log: .*worker-rank1-.*\.log\n$", ended.err)
+    assert re.search(r"\nfull log: .*worker-rank1-.*\.log\n$", ended.err)
     assert read_summary(run_dir)["status"] == "failed"
 
 

@@ -76,7 +76,7 @@ def test_mistakes_are_told_before_anything_starts(smol: Smol, folder: Path) -> N
 
     assert "leave out --elastic" in refused("--strategy", "edp", "--workers", "2", "--elastic", "1:2")
     assert "--save-interval 100" in refused("--workers", "2", "--elastic", "1:2", "--save-interval", "0")
-    assert "more than 3 workers never take part" in refused("--workers", "4", "--elastic", "3:3")
+    assert "at most 3 workers take part" in refused("--workers", "4", "--elastic", "3:3")
 
 
 # Several machines

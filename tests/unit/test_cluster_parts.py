@@ -555,14 +555,14 @@ def test_init_says_what_it_cannot_read_or_write(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert "--ssh-config gone: no such file" in init("--ssh-config", "gone", capsys=capsys)
-    assert "there is no folder gone; choose another" in init("--out", "gone/cluster.yaml", capsys=capsys)
+    assert "no folder gone; choose another" in init("--out", "gone/cluster.yaml", capsys=capsys)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(inventory, "find_machines", lambda *_, **__: [])
     monkeypatch.setattr(Path, "write_text", full)
-    assert "cannot write cluster.yaml: No space left on device; choose another place with --out" in init(capsys=capsys)
+    assert "cannot write cluster.yaml: No space left on device; choose another with --out" in init(capsys=capsys)
 
 
 def test_without_zeroconf_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

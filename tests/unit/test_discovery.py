@@ -56,7 +56,9 @@ def test_whoever_says_several_addresses_is_reached_at_the_one_that_works() -> No
         port = door.getsockname()[1]
         with cli_cluster._reached([("127.0.0.1", gone), ("127.0.0.1", port)]) as line:
             assert line.getpeername()[1] == port
-    with pytest.raises(UserError, match=rf"it cannot be reached at 127.0.0.1:{gone} \(.+\), \[::1\]:{gone} \(.+\)"):
+    with pytest.raises(
+        UserError, match=rf"the machine cannot be reached at 127.0.0.1:{gone} \(.+\), \[::1\]:{gone} \(.+\)"
+    ):
         cli_cluster._reached([("127.0.0.1", gone), ("::1", gone)])
 
 

@@ -157,9 +157,9 @@ MINE, OTHER = new_token(), new_token()
     [
         ([MINE], MINE, Verdict.GOOD, "both have"),
         ([MINE], f"{OTHER} {MINE}", Verdict.GOOD, "both have"),
-        ([OTHER], MINE, Verdict.BAD, "another token"),
-        ([MINE], "", Verdict.BAD, "wants a token, and there is none here"),
-        ([], "", Verdict.GOOD, "none is wanted"),
+        ([OTHER], MINE, Verdict.BAD, "not among this machine's"),
+        ([MINE], "", Verdict.BAD, "requires a token, and this machine has none"),
+        ([], "", Verdict.GOOD, "none is required"),
         ([], MINE, Verdict.BAD, "has no token"),
         ([MINE], "smol1_short", Verdict.BAD, "instead of"),
     ],
@@ -172,7 +172,7 @@ def test_tokens_are_compared(
     token(mine)
     with server(*theirs) as port:
         found = {finding.layer: finding for finding in remote.examine("127.0.0.1", port)}
-    assert found[Layer.SERVER].what == f"a server of smolcluster, with{'' if theirs else 'out'} a token"
+    assert found[Layer.SERVER].what == f"a smolcluster server with{'' if theirs else 'out'} a token"
     assert found[Layer.TOKEN].verdict is verdict
     assert said in found[Layer.TOKEN].what
 
@@ -187,13 +187,13 @@ def test_another_version_of_the_protocol(
         monkeypatch.setattr(remote, "VERSION", 7)
         last = list(remote.examine("127.0.0.1", port))[-1]
     assert (last.layer, last.verdict) == (Layer.SERVER, Verdict.BAD)
-    assert last.what == "that server speaks version 1 of the protocol, and this machine version 7"
+    assert last.what == "the server speaks protocol version 1, this machine version 7"
     assert "install the same version" in last.remedy
 
 
 @pytest.mark.parametrize(
     ("says", "told"),
-    [(b"SSH-2.0-OpenSSH_9.2\r\n", "it says 'SSH-2.0-OpenSSH_9.2'"), (b"", "it does not answer")],
+    [(b"SSH-2.0-OpenSSH_9.2\r\n", "it sent 'SSH-2.0-OpenSSH_9.2'"), (b"", "it does not answer")],
     ids=["ssh", "silent"],
 )
 @pytest.mark.parametrize("mine", ["", MINE], ids=["open", "token"])
@@ -214,7 +214,7 @@ def test_another_program_is_told_from_a_server(token: Callable[[str], None], min
     assert (last.layer, last.verdict, last.what) == (
         Layer.SERVER,
         Verdict.BAD,
-        f"that is no server of smolcluster: {told}",
+        f"not a smolcluster server: {told}",
     )
 
 
@@ -237,7 +237,7 @@ def test_a_port_may_be_left_out(said: str, place: tuple[str, int]) -> None:
     ("error", "layer", "mend"),
     [
         (HostError("pi5", "ssh to pi5 failed: Connection lost", layer="login"), Layer.SSH, "ssh -v pi5"),
-        (HostError("pi5", "no answer to 'look': killed", layer="route"), Layer.ROUTE, "Try again"),
+        (HostError("pi5", "no answer to 'look': killed", layer="route"), Layer.ROUTE, "check that it is on"),
         (HostError("pi5", "Permission denied (/root)", layer="machine"), Layer.SSH, ""),
         (HostError("pi5", "the host key has CHANGED", "ssh-keygen -R pi5", layer="host key"), Layer.SSH, "ssh-keygen"),
     ],

@@ -423,9 +423,11 @@ def test_a_run_that_died_before_it_saved_anything_begins_anew(tmp_path: Path, mo
 def test_planes() -> None:
     assert choose_plane(config()) == "elastic"
     assert choose_plane(resolve(load_config([], sets={"strategy.name": "allreduce"}))) == "mesh"
-    with pytest.raises(UserError, match="strategy edp does not run on the mesh plane; those that do: allreduce, "):
+    with pytest.raises(UserError, match="strategy edp does not run on the mesh plane; strategies that do: allreduce, "):
         choose_plane(config(**{"cluster.plane": "mesh"}))
-    with pytest.raises(UserError, match=r"strategy single does not run on the elastic plane; those that do: .*edp"):
+    with pytest.raises(
+        UserError, match=r"strategy single does not run on the elastic plane; strategies that do: .*edp"
+    ):
         choose_plane(config(**{"cluster.plane": "elastic", "strategy.name": "single"}))
     with pytest.raises(UserError, match="--backend gloo is for the mesh plane"):
         prepare([], sets={"strategy.name": "edp"}, backend="gloo")
@@ -484,12 +486,12 @@ def test_with_files_the_server_and_the_host_are_known() -> None:
         ({"host": "pi6", "sources": [EDP]}, "'pi6' is not among the workers of this configuration; did you mean 'pi5'?"),
         ({"host": "mini1", "sources": [EDP]}, "'mini1' is not among the workers of this configuration; .* macbook, pi5, win"),
         ({"rank": 4, "sources": [EDP]}, "rank 4 is too high: this configuration has 3 workers"),
-        ({}, "where is the server"),
-        ({"sources": ["gpt"]}, "where is the server"),
+        ({}, "give --server HOST:PORT"),
+        ({"sources": ["gpt"]}, "give --server HOST:PORT"),
         ({"server": "mini1"}, "--server 'mini1' is not HOST:PORT"),
         ({"server": "mini1:99999"}, "--server 'mini1:99999' is not HOST:PORT"),
-        ({"server": "a:1", "overrides": ["training.learning_rate=1"]}, "training.learning_rate is the server's to say"),
-        ({"server": "a:1", "overrides": ["cluster.token=abc"]}, "cluster.token is the server's to say"),
+        ({"server": "a:1", "overrides": ["training.learning_rate=1"]}, "training.learning_rate is set by the server"),
+        ({"server": "a:1", "overrides": ["cluster.token=abc"]}, "cluster.token is set by the server"),
         ({"server": "a:1", "sets": {"training.precision": "fp8"}}, "--precision: training.precision = 'fp8': must be fp32"),
         ({"server": "a:1", "strategy": "edpp"}, "unknown strategy 'edpp'; did you mean 'edp'"),
     ],

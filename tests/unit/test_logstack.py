@@ -126,7 +126,7 @@ def test_what_is_the_users_stays(tmp_path: Path) -> None:
     assert (tmp_path / "docker-compose.override.yml").read_text() == "{}"
     if os.name == "posix":
         assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
-    with pytest.raises(UserError, match=r"LOKI_PORT=x is no port"):
+    with pytest.raises(UserError, match=r"LOKI_PORT=x is not a port"):
         write_files(tmp_path, {"LOKI_PORT": "x"})
 
 
@@ -151,12 +151,12 @@ def test_beyond_loopback_one_is_warned(calls: Path, tmp_path: Path, ports: dict[
     install(calls, "docker")
     told: list[str] = []
     stack = start(tmp_path / "stack", settings=ports | {"LOKI_BIND": "0.0.0.0"}, tell=told.append)
-    assert "no passwords" in told[0]
+    assert "without a password" in told[0]
     assert stack.loki == f"http://127.0.0.1:{ports['LOKI_PORT']}"
 
 
 def test_without_docker_the_remedy_is_told(calls: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no docker on this machine; install it .* logging\.loki_url="):
+    with pytest.raises(UserError, match=r"docker is not installed; install it .* logging\.loki_url="):
         start(tmp_path / "stack")
     assert not (tmp_path / "stack").exists()
     with pytest.raises(UserError, match="nothing was started"):
@@ -168,10 +168,10 @@ def test_a_docker_without_compose_or_without_its_daemon(
 ) -> None:
     install(calls, "docker")
     monkeypatch.setenv("FAILS", "compose")
-    with pytest.raises(UserError, match="not docker compose; install its plugin"):
+    with pytest.raises(UserError, match="without docker compose; install the plugin"):
         start(tmp_path / "stack")
     monkeypatch.setenv("FAILS", "info")
-    with pytest.raises(UserError, match="docker does not work here: Cannot connect to the Docker daemon; start it"):
+    with pytest.raises(UserError, match="docker does not work here: Cannot connect to the Docker daemon; start the"):
         start(tmp_path / "stack")
     assert not (tmp_path / "stack").exists()
     monkeypatch.setenv("FAILS", "up")

@@ -743,7 +743,7 @@ def test_a_worker_by_hand_that_cannot_send_says_where_its_lines_are(temporary: P
         log.info("line")
         pushing.close()
         (folder,) = temporary.iterdir()
-        assert screen == [f"Loki has not got all lines of this worker; send the rest: smolcluster logs push {folder}"]
+        assert screen == [f"not all lines of this worker reached Loki; send the rest: smolcluster logs push {folder}"]
         loki.start()
         push_rest(folder, loki.url, timing=QUICK)
         every_line_once(loki, text_of(folder / f"{HOST}.log"), HOST)

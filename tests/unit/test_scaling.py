@@ -63,7 +63,7 @@ def test_strong_scaling_shares_a_batch_and_weak_scaling_one_for_each_worker() ->
     assert batch_for(12, 4, 4, weak=True) == 12
     assert batch_for(12, 4, 1, weak=True) == 48
     assert batch_for(12, 4, 2, weak=True) == 24
-    with pytest.raises(UserError, match=r"12 samples cannot be dealt out evenly to 5 .* training.batch_size=15"):
+    with pytest.raises(UserError, match=r"12 samples cannot be divided among 5 .* training.batch_size=15"):
         batch_for(12, 5, 5, weak=False)
 
 
@@ -81,7 +81,7 @@ def test_a_sample_leaves_the_warm_up_out_and_adds_up_ranks() -> None:
     assert found.tokens_per_s == pytest.approx(2 * found.samples_per_s)
     assert found.steps_per_s == pytest.approx(found.samples_per_s / 8)
     assert [s["seconds"] for s in found.stretches if s["rank"] == 0] == pytest.approx([2.0, 4.0])
-    with pytest.raises(SmolclusterError, match="more --steps"):
+    with pytest.raises(SmolclusterError, match="raise --steps"):
         sample_of(rows[:2], repeat=1, warmup=5, global_batch=8)
 
 

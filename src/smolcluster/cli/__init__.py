@@ -1,4 +1,4 @@
-"""The `smolcluster` command: one file per subcommand. Each parses, calls and prints; none imports torch to show its help."""
+"""The `smolcluster` command: one file per subcommand, which parses, calls and prints. No help imports torch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from smolcluster.cli.ending import tell
 from smolcluster.cli.options import apart
 from smolcluster.errors import SmolclusterError
 
-# Newer versions of typer carry click inside, older ones depend on it: this is the click that typer itself raises from.
+# typer vendors click or depends on it, by version; this is the ClickException that typer raises.
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
-# In the order of the help. Each is a module here, which has a function of that name, or an app of several commands.
+# In the order of the help. Each is a module here with a function of that name.
 COMMANDS = {
     "train": "Train a model on this machine's workers, or as one rank of a job on several machines.",
-    "plan": "Say what a run would need, and which strategies fit. "
+    "plan": "Estimate the memory of a run, and which strategies fit. "
     "Each rank runs a step on fake tensors; nothing is trained.",
-    "server": "Serve a run: workers join it with `smolcluster worker`, and may come and go. "
-    "A server that dies is started again.",
-    "worker": "Join a run. "
-    "Waits for the server, also when it is gone for a while, and ends when the run does; Ctrl-C leaves it.",
+    "server": "Serve a run: workers join it with `smolcluster worker`, at any time, and may leave. "
+    "A server that dies is restarted.",
+    "worker": "Join a run. Reconnects to a server that is lost, and ends when the run does; Ctrl-C leaves it.",
     "up": "Start a run on the machines of a cluster file over ssh, and show what they print. Ctrl-C leaves it running.",
-    "status": "Say what every process of a cluster does. Status 1 if one has failed or a machine does not answer.",
-    "logs": "Show what processes print, wherever they run. "
-    "Or start and stop a place that keeps it: `logs up`, `logs down`.",
-    "down": "Save and end everything that `up` started. Nothing is left running; run directories stay where they are.",
+    "status": "Show the state of every process of a cluster. Status 1 if one has failed or a machine does not answer.",
+    "logs": "Show the output of all processes, wherever they run. "
+    "Or start and stop Grafana and Loki here: `logs up`, `logs down`.",
+    "down": "Save and end everything that `up` started; run directories stay.",
     "slurm": "Write a job file for Slurm: one task per rank, or a server and its workers. "
-    "Saves and goes on at the time limit.",
+    "Saves and requeues at the time limit.",
     "k8s": "Write manifests for Kubernetes: a Job whose pods are ranks, or a server and workers. "
-    "No cluster is spoken to.",
+    "Contacts no cluster without --submit.",
     "compose": "Write a compose file: a server and workers, or ranks, each in a container on this machine.",
-    "join": "Offer this machine on the local network, show a pairing code, and work for the cluster that takes it.",
+    "join": "Announce this machine on the local network, show a pairing code, and work for the cluster that accepts it.",
     "dashboard": "Show a run as a live page: machines, curves, time line, logs. "
     "Reads the run directory, also after the run.",
     "top": "Watch a run in the terminal: machines, loss, events. Reads the run directory, also after the run.",
@@ -46,20 +45,20 @@ COMMANDS = {
     "Changes nothing. Status 1 if any is bad.",
     "serve": "Serve a model over one machine or many: an API as OpenAI's, and a chat page.",
     "stage": "Hold layers of a model for `smolcluster serve`, and compute them.\n\n"
-    "Until Ctrl-C, or until the server is ended so (or by SIGTERM). A server that is lost in another way is waited for.",
+    "Ends at Ctrl-C, or when the server is stopped. Reconnects to a server that is lost.",
     "chat": "Talk to a served model. In a pipe: one question from stdin, the answer and nothing else to stdout.\n\n"
     "A model without a chat template, such as one trained on plain text, continues what you write.",
-    "generate": "Continue a text with a served model, or with one that is loaded for it, and print what follows.",
+    "generate": "Continue a text with a served model, or one loaded for it, and print the continuation.",
     "strategies": "List every strategy: name, aliases, what it is for, its options.",
     "export": "Write the weights of a run as a Hugging Face model: config.json and model.safetensors.",
     "import": "Make a run at step 0 from a GPT-2, Llama, Qwen2 or Qwen3 model: its weights, "
     "tokenizer and chat template.",
 }
 GROUPS = {
-    "bench": "What this machine does, measured with your own configuration.",
-    "cluster": "A cluster file: write one, check one; take machines that offer themselves.",
+    "bench": "Measure this machine with your own configuration.",
+    "cluster": "Write or check a cluster file; accept machines that run `join`.",
     "config": "Check, show and describe configurations.",
-    "token": "The secret that the machines of a cluster share: make, show, hand on, replace.",
+    "token": "Make, show, copy or rotate the token that the machines of a cluster share.",
 }
 MODULES = {"import": "import_model"}  # where a command's name cannot be one
 
@@ -94,7 +93,7 @@ def build_app(only: str | None = None, *, overview: bool = False) -> typer.Typer
 
 
 def _not_imported() -> None:
-    """Stand for a command where only its name and summary are shown."""
+    """Stand in for a command in the overview."""
 
 
 def _top(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
@@ -110,9 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = spread_overrides(sys.argv[1:] if argv is None else argv)
     logging.getLogger("smolcluster").addHandler(logging.NullHandler())  # what a person must read is printed, not logged
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # no command fails for a letter that the terminal does not have
+        sys.stdout.reconfigure(errors="replace")  # no command fails for a character that the terminal lacks
     try:
-        # A shell that completes a line passes it in the environment, and needs every option.
+        # Shell completion passes the line in the environment, and needs every option.
         overview = (
             arguments[:1] in ([], ["-h"], ["--help"], ["--version"]) and "_SMOLCLUSTER_COMPLETE" not in os.environ
         )
@@ -128,20 +127,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         message = getattr(error, "format_message")()  # noqa: B009 - whichever click it is, this is in it
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "smolcluster"
-        if message:  # none when the help was shown because nothing was asked
+        if message:  # empty after the help of a command without arguments
             print(f"{command}: {message.rstrip('.')}; see {command} --help", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         status = 1
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output went away: that is its right
+    except BrokenPipeError:  # the reader of our output exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def spread_overrides(arguments: Sequence[str]) -> list[str]:
-    """`--override a=1 b=2` becomes `--override a=1 --override b=2`; options of the parser take one value each."""
+    """Turn `--override a=1 b=2` into `--override a=1 --override b=2`, as typer's options take one value each."""
     result: list[str] = []
     spreading = False
     for argument in arguments:

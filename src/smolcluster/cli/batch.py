@@ -1,4 +1,4 @@
-"""Arguments that `slurm`, `k8s` and `compose` share, each with the same words; and where their text goes."""
+"""Options that `slurm`, `k8s` and `compose` share, and the output of their text."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class JobOptions(options.RunOptions):
         return plan_job(**asdict(self), **size)
 
 
+Gpus = Annotated[int, size(help="GPUs of each machine; a worker computes on one.")]
 Cpus = Annotated[int | None, size(help="Processor cores for each worker.")]
 
 
@@ -38,7 +39,7 @@ class ClusterJobOptions(JobOptions):
 
     nodes: Annotated[int, size(max=4096, help="Machines, or pods.")] = 1
     workers_per_node: Annotated[int | None, size(help="Workers on each. Default: one for each GPU, or one.")] = None
-    gpus: Annotated[int, size(help="GPUs of each machine; a worker computes on one.")] = 0
+    gpus: Gpus = 0
     cpus: Cpus = None
     memory: Annotated[
         str | None,
@@ -49,11 +50,15 @@ class ClusterJobOptions(JobOptions):
     ] = None
 
 
+Image = Annotated[
+    str | None, typer.Option(help="Container image. Default: smolcluster:cpu, or smolcluster:cuda with --gpus.")
+]
+Submit = Annotated[bool, typer.Option("--submit", help="Call sbatch, kubectl apply or docker compose up with it.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here. Default: to the screen.")]
 
 
 def deliver(text: str, out: Path | None, *, private: bool = False) -> None:
-    """Write the text to a file, or to standard output."""
+    """Write a job file, or print it without `out`."""
     if out is None:
         typer.echo(text, nl=False)
         return
@@ -61,6 +66,13 @@ def deliver(text: str, out: Path | None, *, private: bool = False) -> None:
 
     write(text, out, private=private)
     note(f"written: {out}")
+
+
+def submit_with(command: list[str], *, where: str, text: str | None = None) -> None:
+    """Call the batch system and print its answer. `where`: the remedy if the program is not installed."""
+    from smolcluster.launch.batch.submit import call
+
+    typer.echo(call(command, where=where, text=text))
 
 
 def note(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`smolcluster bench`: what this machine does, measured. `bench scaling`: is another worker worth it?"""
+"""`smolcluster bench`: measure this machine. `bench scaling`: the efficiency of each number of workers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def scaling(
         typer.Option(help="Folder for scaling.json, scaling.svg and the runs. Default: runs/scaling-bench-<time>."),
     ] = None,
 ) -> int:
-    """Train the same on 1, 2, 4, ... workers of this machine and tell the efficiency of each number.
+    """Train the same on 1, 2, 4, ... workers of this machine and print the efficiency of each number.
 
     efficiency = time on 1 / time on N / N for the same work, or with --weak throughput on N / (N x that of one).
     Workers are started here, on this machine; on others they cannot be started from here.
@@ -74,13 +74,13 @@ def scaling(
 
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UserError(
-            "bench scaling starts its workers itself, and only on this machine: run it without torchrun or srun. On several "
-            "machines, train with each number of ranks by hand and compare tokens_per_s of their summary.json"
+            "bench scaling starts its own workers, on this machine only: run it without torchrun or srun. For several "
+            "machines, train with each number of ranks by hand and compare tokens_per_s in summary.json"
         )
     cores = os.cpu_count() or 1
     sizes = parse_sizes(workers or str(min(cores, 8)))
     if threads is None and THREADS not in os.environ:
-        threads = max(1, cores // max(sizes))  # the same at every size: one worker must not have all cores to itself
+        threads = max(1, cores // max(sizes))  # the same at every size, or one worker would get all cores
     request = ScalingRequest(
         sources=setup.sources or [],
         overrides=setup.override or [],
@@ -107,7 +107,7 @@ def _folder(out: Path | None) -> Path:
     if out is None:
         return new_run_dir("scaling", "bench").path
     if (out / "scaling.json").exists():
-        raise UserError(f"{out} has a scaling.json already; choose another --out")
+        raise UserError(f"{out} already has a scaling.json; choose another --out")
     return out
 
 
@@ -123,14 +123,14 @@ def _report(result: Scaling, folder: Path) -> int:
         print_text(line)
     typer.echo(f"written: {folder / 'scaling.json'}" + (", scaling.svg" if result.measured else ""))
     if result.status == "interrupted":
-        typer.echo("smolcluster: interrupted; what is above was measured before", err=True)
+        typer.echo("smolcluster: interrupted; the results above are complete runs", err=True)
         return 130
     return 0 if result.measured else 1
 
 
 @contextlib.contextmanager
 def _progress(runs: int, steps: int) -> Iterator[Callable[[str, Event | None], None]]:
-    """Yield a function that prints a line for each run as it begins; on a terminal also how far it is."""
+    """Yield a function that prints a line for each run, and on a terminal its progress."""
     from rich.console import Console
 
     from smolcluster.observe.events import StepLogged

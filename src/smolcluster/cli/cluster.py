@@ -1,4 +1,4 @@
-"""`smolcluster cluster`: a cluster file: write one, check one, take a machine that offers itself."""
+"""`smolcluster cluster`: write or check a cluster file, accept a machine that runs `join`."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def init(
     from smolcluster.launch.cluster.inventory import find_machines, write_file
 
     if out.exists():
-        raise UserError(f"{out} is there already; choose another with --out")
+        raise UserError(f"{out} already exists; choose another with --out")
     if not out.resolve().parent.is_dir():
-        raise UserError(f"{out}: there is no folder {out.parent}; choose another place with --out")
+        raise UserError(f"{out}: no folder {out.parent}; choose another with --out")
     if ssh_config is not None and not ssh_config.is_file():
         raise UserError(f"--ssh-config {ssh_config}: no such file")
     found = find_machines(ssh_config, accept_new=accept_new, report=print_text)
     try:
         out.write_text(write_file(found), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}; choose another place with --out") from error
+        raise UserError(f"cannot write {out}: {error.strerror or error}; choose another with --out") from error
     answered = [machine.name for machine in found if not machine.problem]
-    print_text(f"written: {out}, with {', '.join(answered)}; look at it, then: smolcluster cluster check {out}")
+    print_text(f"written: {out}, with {', '.join(answered)}; review it, then: smolcluster cluster check {out}")
     return 0
 
 
@@ -64,7 +64,7 @@ def check(
     accept_new: options.AcceptNew = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> int:
-    """Validate a cluster file and probe its machines: each layer, and the paths to the one that leads. Changes nothing."""
+    """Validate a cluster file and probe its machines: each layer, and the paths to the lead. Changes nothing."""
     from smolcluster.cli.doctor import examine_cluster, report
 
     found = examine_cluster(
@@ -95,7 +95,7 @@ def accept(
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="Name or file of the cluster. Default: started last.")] = None,
 ) -> int:
-    """Take a machine that runs `smolcluster join`: type the code that it shows, and it gets the token and works."""
+    """Accept a machine that runs `smolcluster join`: type the code that it shows; it gets the token and joins the run."""
     from smolcluster.launch.join.pairing import PairingFailed
     from smolcluster.launch.join.pairing import accept as pair
 
@@ -105,7 +105,7 @@ def accept(
         with _reached(places) as line:
             facts = pair(line, given, ask=_ask)
     except PairingFailed as error:
-        raise UserError(f"not taken: {error}") from error
+        raise UserError(f"not accepted: {error}") from error
     typer.echo(f"{printable(str(facts.get('name')))[:60]} has the token, and joins as worker {given['rank']}")
     return 0
 
@@ -119,11 +119,11 @@ def _places(name: str | None, address: str | None) -> list[tuple[str, int]]:
         return [split_address(address)]
     offers = find_offers(wanted=name)
     if not offers:
-        raise UserError("no machine offers itself on this network; run `smolcluster join` there, or give --address")
+        raise UserError("no machine found on this network; run `smolcluster join` there, or give --address")
     if name is not None and name not in [offer.name for offer in offers]:
         raise unknown_name("machine", name, [offer.name for offer in offers])
     if name is None and len(offers) > 1:
-        raise UserError(f"several machines offer themselves; say which: {', '.join(offer.name for offer in offers)}")
+        raise UserError(f"several machines run `join`; name one: {', '.join(offer.name for offer in offers)}")
     chosen: MachineOffer = next(offer for offer in offers if name in (None, offer.name))
     return [(each, chosen.port) for each in chosen.addresses]
 
@@ -138,11 +138,11 @@ def _reached(places: list[tuple[str, int]]) -> socket.socket:
             return socket.create_connection(place, timeout=REACH_S)
         except OSError as error:
             failed.append(f"{join_address(*place)} ({error.strerror or error})")
-    raise UserError(f"it cannot be reached at {', '.join(failed)}")
+    raise UserError(f"the machine cannot be reached at {', '.join(failed)}")
 
 
 def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[str, Any]:
-    """What a machine gets: the cluster's name, its server, a token where one is needed, and a free rank."""
+    """Return the machine's grant: the cluster's name, its server, a token if needed, and a free rank."""
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.comm.elastic.transport.security import find_tokens
     from smolcluster.launch.cluster.record import load_record, save_record
@@ -153,16 +153,16 @@ def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[st
         record = load_record(known_cluster(cluster).name)
         server = server or record.get("server")
     if not server:
-        raise UserError("that cluster has no server that others could reach; give --server HOST:PORT")
+        raise UserError("the cluster has no server that other machines can reach; give --server HOST:PORT")
     found = find_tokens(None, os.environ)
     entries = found[1] if found is not None else own_tokens(record.get("name", "")).entries()
     token = entries[0].token if entries else None
     if token is None and not is_loopback(server.rpartition(":")[0]):
-        raise UserError("there is no token on this machine, and that server needs one; see `smolcluster token`")
+        raise UserError("this machine has no token, and the server needs one; see `smolcluster token`")
     if rank is None:
         if not record:
             raise UserError(
-                f"which numbers the workers of {server} have is not known here: give a new one with --rank N"
+                f"the ranks of the workers at {server} are not known here: give an unused one with --rank N"
             )
         workers = [process for process in record.get("seats", []) if str(process.get("name")).startswith("worker")]
         rank = int(record.get("next_rank", len(workers)))
@@ -172,7 +172,7 @@ def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[st
 
 def _ask(facts: dict[str, Any]) -> str:
     said = " ".join(printable(str(facts.get(key, "")))[:60] for key in ("name", "system"))
-    typer.echo(f"{said} offers itself, and shows a code now")
+    typer.echo(f"{said} shows a pairing code now")
     if sys.stdin.isatty():
         return str(typer.prompt("code"))
     return sys.stdin.readline()

@@ -7,8 +7,6 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from smolcluster.cli import batch, options
 from smolcluster.errors import UserError
 
@@ -24,12 +22,12 @@ _docker = options.panel("Docker")
 def compose(
     run: batch.JobOptions,
     out: batch.Out = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Write it to compose.yaml, or --out, and start it.")] = False,
+    submit: batch.Submit = False,
     workers: Annotated[int, batch.size(help="Workers, each in a container.")] = 2,
-    gpus: Annotated[int, batch.size(help="GPUs of this machine to use.")] = 0,
+    gpus: batch.Gpus = 0,
     cpus: batch.Cpus = None,
     memory: Annotated[str | None, batch.size(metavar="SIZE", help="Memory of each container, such as 4GB.")] = None,
-    image: Annotated[str | None, _docker(help="Default: smolcluster:cpu, or smolcluster:cuda with --gpus.")] = None,
+    image: batch.Image = None,
     data: Annotated[Path, _docker(help="Folder for runs and data; it must be there.")] = Path("data"),
     token_file: Annotated[Path, _docker(help="Elastic plane: the token of the run.")] = Path("token"),
     user: Annotated[str | None, _docker(metavar="UID:GID", help="Owner of these. Default: you.")] = None,
@@ -54,10 +52,7 @@ def compose(
     if submit:
         if missing:
             raise UserError("--submit: it would not start; see above")
-        from smolcluster.launch.batch.submit import call
-
-        command = ["docker", "compose", "-f", str(out), "up", "--detach"]
-        typer.echo(call(command, where="install Docker"))
+        batch.submit_with(["docker", "compose", "-f", str(out), "up", "--detach"], where="install Docker")
     return 0
 
 

@@ -81,7 +81,7 @@ def dashboard(
 
 
 def of_cluster(run_dir: Path | None, cluster: str) -> AbstractContextManager[Path]:
-    """The run of a cluster, copied here for as long as it is looked at."""
+    """Mirror the run of a cluster while it is watched."""
     from smolcluster.launch.cluster.mirror import mirrored
     from smolcluster.launch.cluster.request import known_cluster
 

@@ -1,4 +1,4 @@
-"""`smolcluster doctor`: what is wrong, and how to mend it."""
+"""`smolcluster doctor`: find what fails, and its remedy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def doctor(
 
 
 def place_of(said: str) -> tuple[str, int]:
-    """`host`, `host:port`, and the same for an IPv6 address, which is in brackets where a port follows."""
+    """Parse `host` or `host:port`; an IPv6 address needs brackets before a port."""
     from smolcluster.comm.elastic.transport.sockets import join_address, split_address
     from smolcluster.config.schema import ClusterConfig
 
@@ -66,7 +66,7 @@ def examine_cluster(
     sets: Mapping[str, Any] | None = None,
     accept_new: bool = False,
 ) -> list[Finding]:
-    """As `up` would be given it: which machine leads, and where it listens, depends on the strategy."""
+    """Check the machines of a cluster file, with the arguments of `up`: the strategy decides which machine leads."""
     from smolcluster.launch.cluster.layout import plan_layout
     from smolcluster.launch.cluster.request import read_cluster
     from smolcluster.launch.doctor import cluster

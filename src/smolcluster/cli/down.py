@@ -35,16 +35,16 @@ async def _down(known: ClusterRecord, *, now: bool) -> int:
 
     async with control.connected(known.machines) as (hosts, problems):
         running: dict[str, str] = {}
-        with contextlib.suppress(control.ClusterError):  # one that cannot be asked does not keep the others from ending
+        with contextlib.suppress(control.ClusterError):  # stop the others even if one fails
             states = await control.states(known, hosts)
             running = {name: state["host"] for name, state in states.items() if state["alive"]}
         stopped = await control.down(known, hosts, now=now, report=print_note)
     for name, processes in stopped.items():
-        # Workers end with their server, and need not be asked any more.
+        # Workers that ended with their server are not in `processes`.
         ended = sorted({*processes, *(process for process, host in running.items() if host == name)})
         print_note(name, f"ended {', '.join(ended)}" if ended else "nothing was running")
     if problems:
         raise control.ClusterError(
-            problems.values(), also="what runs on these machines goes on; try again when they answer"
+            problems.values(), also="processes on these machines keep running; try again when they answer"
         )
     return 0

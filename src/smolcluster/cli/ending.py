@@ -1,4 +1,4 @@
-"""How a command ends: errors are reported in one place, and a process that was a worker does not linger."""
+"""Report errors, and exit from a process that ran a worker."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def tell(error: SmolclusterError) -> int:
 
 
 def leave_after(work: Callable[[], int]) -> NoReturn:
-    """Be a worker in this process, then end it, however the work ended.
+    """Run a worker in this process, then exit with its status.
 
-    The ordinary end of an interpreter would run the destructors of a backend whose threads still wait for other ranks, and
-    they abort: a refusal with status 2 would now and then become a crash.
+    A normal interpreter exit would run destructors of a backend whose threads still wait for other ranks, and abort.
     """
     from smolcluster.engine.spec import ENVIRONMENT
 

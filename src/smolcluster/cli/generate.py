@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from smolcluster.cli.chat import Key, Model, SamplingOptions, reach
+from smolcluster.cli.client import DEFAULT_URL, ClientOptions
 from smolcluster.cli.options import grouped
 from smolcluster.errors import UserError
 
@@ -32,7 +31,7 @@ def generate(
             help="A text to continue; - reads it from stdin. With a model before it: the same as --from MODEL.",
         ),
     ],
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:5050",
+    url: Annotated[str, typer.Option(help="Where the server is.")] = DEFAULT_URL,
     from_: Annotated[
         str | None,
         typer.Option(
@@ -42,22 +41,20 @@ def generate(
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="With --from: cpu, cuda, mps. Default: the best one here.")] = None,
-    model: Model = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. May be given several times.")] = None,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Print as it comes, or when it is whole.")
     ] = True,
-    key: Key = None,
     *,
-    sampling: SamplingOptions,
+    served: ClientOptions,
 ) -> int:
-    from smolcluster.serve.client.terminal import given, print_pieces, read_all
+    from smolcluster.serve.client.terminal import print_pieces, read_all
 
-    options = given(asdict(sampling) | {"stop": stop or None})
+    options = served.sampling(stop=stop or None)
     from_, prompt = _model_and_prompt(words, from_)
     if from_ is None and device is not None:
         raise UserError("--device is for --from MODEL; a served model computes where its machines are")
-    if from_ is not None and model is not None:
+    if from_ is not None and served.model is not None:
         raise UserError(
             "--model names one of a server's models, and with --from there is no server; leave one of them out"
         )
@@ -71,8 +68,8 @@ def generate(
         service = load_in_process(from_, device)
         source, name = service, service.name
     else:
-        client = reach(url, key)
-        source, name = client, model or client.models()[0]
+        client = served.connect(url)
+        source, name = client, served.model or client.models()[0]
     print_pieces(source.complete(text, options={"model": name, **options}, stream=stream), sys.stdout)
     return 0
 

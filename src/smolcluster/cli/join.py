@@ -44,24 +44,24 @@ def join(
 
     called = name or socket.gethostname().partition(".")[0]
     if not HOST_NAME.fullmatch(called):
-        raise UserError(f"'{called}' is no name for a machine; use letters, digits, '-', '_' and '.'")
-    spec = own.spec(0, called, server="cluster:1")  # a mistake shows now
+        raise UserError(f"'{called}' is not a machine name; use letters, digits, '-', '_' and '.'")
+    spec = own.spec(0, called, server="cluster:1")  # raises for wrong options
     facts = {"name": called, "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
     with _door(address) as door:
         addresses = [address] if address is not None else own_addresses()
         port = door.getsockname()[1]
         with announced(called, port, addresses=addresses, system=facts["system"]):
-            typer.echo(f"{called} offers itself at {', '.join(addresses)} port {port}")
+            typer.echo(f"{called} waits at {', '.join(addresses)} port {port}")
             typer.echo(f"the cluster may use {lent(own, spec.overrides)}")
-            typer.echo("take it where the cluster was started: smolcluster cluster accept")
+            typer.echo("accept it where the cluster was started: smolcluster cluster accept")
             given = PairingGrant.read(_be_taken(door, facts))
-    typer.echo(printable(f"taken by {given.cluster}; its server is at {given.server}"))
+    typer.echo(printable(f"accepted by {given.cluster}; its server is at {given.server}"))
     return _work(called, given, own=own, keep=keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairingGrant:
-    """What a cluster hands to the machine that it takes."""
+    """What a cluster sends to a machine that it accepts."""
 
     cluster: str
     server: str
@@ -83,7 +83,7 @@ class PairingGrant:
 
 
 def lent(own: OwnerOptions, given: Mapping[str, Any]) -> str:
-    """What the cluster gets of this machine, for the person who offers it. `given`: the worker's own values by dotted name."""
+    """Describe what the cluster may use of this machine. `given`: the worker's own values by dotted name."""
     root, name = given.get("data.root"), given.get("data.name", "embedded")
     if root is not None:
         said = [f"the files of {root}, whose content training can reveal"]
@@ -97,7 +97,7 @@ def lent(own: OwnerOptions, given: Mapping[str, Any]) -> str:
 
 
 def _door(address: str | None) -> socket.socket:
-    """Listen for a cluster that wants to take this machine."""
+    """Listen for a cluster."""
     from smolcluster.launch.join.discovery import own_addresses
 
     try:
@@ -109,14 +109,14 @@ def _door(address: str | None) -> socket.socket:
 
 
 def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
-    """Pair with the cluster that connects and return what it sends. Gives up after MOST_CODES codes that were mistyped."""
+    """Pair with a cluster that connects, and return what it sends. Raises UserError after MOST_CODES codes."""
     from smolcluster.launch.join.pairing import MOST_CODES, PairingFailed, offer
 
     shown: list[str] = []
 
     def show(code: str) -> None:
         shown.append(code)
-        typer.echo(f"{peer[0]} wants to take this machine; type this code there:  {code}")
+        typer.echo(f"{peer[0]} wants to pair; type this code there:  {code}")
 
     while len(shown) < MOST_CODES:
         line, peer = door.accept()
@@ -124,12 +124,12 @@ def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
             try:
                 return offer(line, facts, show=show)
             except PairingFailed as error:
-                print_text(f"not taken: {error}", err=True)
-    raise UserError(f"not taken after {MOST_CODES} codes; start again with: smolcluster join")
+                print_text(f"not accepted: {error}", err=True)
+    raise UserError(f"not accepted after {MOST_CODES} codes; run `smolcluster join` again")
 
 
 def _work(name: str, given: PairingGrant, *, own: OwnerOptions, keep: bool) -> int:
-    """Be a worker of that cluster."""
+    """Run a worker of that cluster."""
     from smolcluster.cli.ending import leave_after
     from smolcluster.comm.elastic.transport.security import TokenEntry, token_file
     from smolcluster.launch.join.worker import run_joined

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from smolcluster.cli import batch, options
 from smolcluster.errors import UserError
 
@@ -42,7 +40,7 @@ class KubernetesOptions:
 def k8s(
     run: batch.ClusterJobOptions,
     out: batch.Out = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Give it to `kubectl apply`.")] = False,
+    submit: batch.Submit = False,
     elastic: Annotated[
         str | None,
         batch.size(
@@ -50,7 +48,7 @@ def k8s(
             help="Mesh plane: go on with MIN workers when pods are lost; MAX are those of the job.",
         ),
     ] = None,
-    image: Annotated[str | None, _kubernetes(help="Default: smolcluster:cpu, or smolcluster:cuda with --gpus.")] = None,
+    image: batch.Image = None,
     token_from_file: Annotated[
         Path | None, _kubernetes(help="Write the Secret too, with the first token of this file.")
     ] = None,
@@ -80,7 +78,7 @@ def k8s(
     )
     text = kubernetes.render(job, settings)
     if token is not None and out is None and not submit:
-        raise UserError("the token would be on the screen: write it to a file with --out FILE, or use --submit")
+        raise UserError("the token would be printed: write it to a file with --out FILE, or use --submit")
     if out is not None or not submit:
         batch.deliver(text, out, private=token is not None)
     if kubernetes.needs_token(job) and token is None:
@@ -88,14 +86,12 @@ def k8s(
     if wanted.claim is None:
         batch.note("without --claim the run is lost with its pod")
     if submit:
-        from smolcluster.launch.batch.submit import call
-
-        typer.echo(call(["kubectl", "apply", "-f", "-"], text=text, where="submit it where kubectl is set up"))
+        batch.submit_with(["kubectl", "apply", "-f", "-"], text=text, where="submit it where kubectl is set up")
     return 0
 
 
 def _token(file: Path | None, *, from_env: bool) -> str | None:
-    """The one that the user asks for; nothing is taken from where it happens to lie."""
+    """Return the token that the flags ask for; None without them."""
     from smolcluster.comm.elastic.transport.security import TokenFile, find_tokens
 
     if file is not None and from_env:
@@ -109,6 +105,6 @@ def _token(file: Path | None, *, from_env: bool) -> str | None:
     if file is not None:
         entries = TokenFile(file).entries()
         if not entries:
-            raise UserError(f"--token-from-file {file}: there is no token in it; make one with `smolcluster token new`")
+            raise UserError(f"--token-from-file {file} contains no token; make one with `smolcluster token new`")
         return entries[0].token
     return None

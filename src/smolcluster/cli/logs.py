@@ -53,7 +53,7 @@ def logs(
     from smolcluster.launch.cluster.request import known_cluster
 
     known = known_cluster(cluster)
-    processes = list(known.hosts)  # others may be left of a run before
+    processes = list(known.hosts)  # an earlier run may have left others
     chosen = list(dict.fromkeys(known.hosts.values()))
     if node is not None:
         if node not in known.hosts and node not in known.machines:
@@ -72,7 +72,7 @@ def logs(
 async def _show(
     known: ClusterRecord, chosen: list[str], *, processes: list[str], past: int, on: bool
 ) -> list[HostError]:
-    """What processes print, on all machines that can be asked. Returns what is wrong with the others."""
+    """Print the output of processes. Return the errors of machines that do not answer."""
     from smolcluster.launch.cluster import control
     from smolcluster.launch.cluster.host import HostError
 
@@ -96,7 +96,7 @@ async def _show(
 
 
 def _push(run_dir: Path | None, url: str | None) -> int:
-    """What was logged while Loki was away."""
+    """Push log lines that have not reached Loki."""
     from smolcluster.config import load_config
     from smolcluster.observe.loki import push_rest
 

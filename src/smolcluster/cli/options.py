@@ -1,4 +1,4 @@
-"""Arguments that several commands take, each with the same words."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def panel(heading: str) -> Callable[..., Any]:
 
 
 def apart(examples: str) -> str:
-    """Return the examples with a blank line between them: without it the help joins them into one paragraph."""
+    """Separate the examples by blank lines, or the help joins them into one paragraph."""
     return examples.strip().replace("\n", "\n\n")
 
 
 def grouped(command: Callable[..., R]) -> Callable[..., R]:
-    """Return the command with an option for each field of those of its parameters that are dataclasses."""
+    """Replace each dataclass parameter of a command by an option for each of its fields."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     flat: list[inspect.Parameter] = []
@@ -107,7 +107,7 @@ class SetupOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(SetupOptions):
-    """The same, and for how long."""
+    """What to train, how, and for how long."""
 
     steps: Steps = None
 
@@ -117,7 +117,7 @@ _own = panel("This machine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerOptions:
-    """What the owner of a machine gives to its worker."""
+    """What the owner of a machine sets for its worker."""
 
     device: Annotated[str | None, _own(help="cpu, cuda, cuda:1, mps. Default: the best one here.")] = None
     data_root: Annotated[

@@ -1,4 +1,4 @@
-"""How commands for many machines print: which machine, which process, what it says."""
+"""Print the output of commands for many machines, with machine and process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _given: dict[str, str] = {}
 
 
 def print_line(host: str, process: str, line: str) -> None:
-    """A line that a process printed."""
+    """Print a line of a process's output."""
     colour = _given.setdefault(process, _COLOURS[len(_given) % len(_COLOURS)])
     name = process if process.endswith(host) else f"{process}@{host}"
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
@@ -26,21 +26,21 @@ def print_line(host: str, process: str, line: str) -> None:
 
 
 def print_note(host: str, text: str) -> None:
-    """What we do ourselves, on that machine or on all."""
+    """Print the command's own progress on one machine, or on all."""
     typer.echo(f"{host}: {printable(text)}" if host else printable(text))
 
 
 def print_text(text: str, *, err: bool = False) -> None:
-    """Text that may quote another machine or a file: control characters must not reach the terminal."""
+    """Print text that may quote another machine or a file, without control characters."""
     typer.echo(printable(text, keep="\t\n"), err=err)
 
 
 def advised(line: str) -> str:
-    """A process that was stopped says how to go on with it by hand; `up` has started this one."""
+    """Replace the command that resumes a process by hand with `up --resume`."""
     return re.sub(r"(continue with: smolcluster) (?:server|train) .*", r"\1 up --resume", line)
 
 
 def outcome(summary: Mapping[str, Any]) -> str:
-    """How a run ended, in a line."""
+    """Return how a run ended, in one line."""
     loss = summary.get("val_loss")
     return f"{summary['status']}: {summary['steps']} steps" + ("" if loss is None else f", val loss {number(loss)}")

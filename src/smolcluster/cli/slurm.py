@@ -42,9 +42,7 @@ def slurm(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="The run directory holds a run: go on with it.")] = False,
     out: batch.Out = None,
-    submit: Annotated[
-        bool, typer.Option("--submit", help="Write it to <name>.sbatch, or --out, and call sbatch.")
-    ] = False,
+    submit: batch.Submit = False,
     sbatch: Annotated[
         list[str] | None, _slurm(metavar="OPTION", help="Another option, as --sbatch=--exclusive.")
     ] = None,
@@ -81,8 +79,6 @@ def slurm(
         out = Path(f"{job.name}.sbatch")
     batch.deliver(text, out)
     if submit:
-        from smolcluster.launch.batch.submit import call
-
-        typer.echo(call(["sbatch", str(out)], where="submit it from a machine of the cluster"))
+        batch.submit_with(["sbatch", str(out)], where="submit it from a machine of the cluster")
         batch.note(f"its output: {job.name}-<job>.out; the run: {settings.run_dir}")
     return 0

@@ -88,7 +88,7 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def _progress(row: Mapping[str, Any]) -> Iterator[str]:
-    """The last row that was logged: by the server for all of them, or by one rank."""
+    """Yield the values of the last row: the server's for all workers, or one rank's."""
     yield f"step {row['step']}"
     if row.get("loss") is not None:
         yield f"loss {number(row['loss'])}"

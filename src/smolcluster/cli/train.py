@@ -30,7 +30,7 @@ _restarts = options.panel("Going on when workers die (mesh plane)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartFlags:
-    """When workers die, and how often, a run goes on."""
+    """Whether and how often a run restarts when workers die."""
 
     elastic: Annotated[
         str | None,
@@ -60,7 +60,7 @@ class RestartFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFlags:
-    """The place of this process in a job that others start."""
+    """This process's rank in a job that others start."""
 
     world_size: Annotated[int | None, _rank(help="Ranks in the job. Without --rank: as --workers.")] = None
     rank: Annotated[int | None, _rank(help="This process's rank.")] = None
@@ -161,10 +161,10 @@ def _run(prepared: Prepared, place: AssignedRank | None, again: ElasticRange | N
 
 
 def _be_rank(prepared: Prepared, place: AssignedRank) -> NoReturn:
-    """Be one rank of a job, in this process."""
+    """Run one rank of a job in this process."""
     if prepared.plane == "elastic":
         raise UserError(
-            f"strategy {prepared.config.strategy.name} has no ranks that start together: "
+            f"strategy {prepared.config.strategy.name} runs on the elastic plane, without fixed ranks: "
             "start its server with `smolcluster server`, and `smolcluster worker RANK HOSTNAME` on every machine"
         )
     from smolcluster.cli.ending import leave_after, tell
@@ -175,5 +175,5 @@ def _be_rank(prepared: Prepared, place: AssignedRank) -> NoReturn:
 
     sinks: list[Sink] = [NoticesOnly(ConsoleSink())]
     if place.rank == 0:
-        sinks = [ConsoleSink(alone=place.world_size > 1), SummarySink()]  # the header says whose rows these are
+        sinks = [ConsoleSink(alone=place.world_size > 1), SummarySink()]  # only rank 0's rows are shown
     leave_after(lambda: run_rank(prepared, place, sinks=sinks, tell=tell))

@@ -27,7 +27,7 @@ smolcluster up --resume
 Then: smolcluster status, smolcluster logs -f, smolcluster down
 """
 
-_RUNNING: list[str] = []  # what this process has brought up
+_RUNNING: list[str] = []  # clusters that this process has started
 
 
 def up(
@@ -87,17 +87,17 @@ def up(
     try:
         return asyncio.run(_up(deployment, said, before, accept_new=accept_new, detach=detach))
     except KeyboardInterrupt:
-        on = f"{wish.name} goes on; look at it with `smolcluster logs -f`, end it with `smolcluster down`"
-        typer.echo(f"\n{on}" if _RUNNING else "\ninterrupted; what was started has been stopped again", err=True)
+        on = f"{wish.name} keeps running; watch it with `smolcluster logs -f`, end it with `smolcluster down`"
+        typer.echo(f"\n{on}" if _RUNNING else "\ninterrupted; processes started by this command were stopped", err=True)
         return 130
 
 
 def _checked(said: UpArguments, *, local: bool, resume: bool) -> UpArguments:
-    """Refuse what does not go together. To resume: what was said when the run began, and what is said now on top of it."""
+    """Check the combination of arguments. To resume, override those that started the run with these."""
     if not local and not resume and said.file is None:
-        raise UserError("which machines? Give a cluster file (`smolcluster cluster init` writes one), or use --local")
+        raise UserError("give a cluster file (`smolcluster cluster init` writes one), or use --local")
     if said.workers is not None and said.file is not None:
-        raise UserError(f"--workers is for --local; in {said.file} each host says how many it has: hosts.NAME.workers")
+        raise UserError(f"--workers is for --local; in {said.file} set hosts.NAME.workers")
     return _resumed(said, local=local) if resume else said
 
 
@@ -117,7 +117,7 @@ def _resumed(said: UpArguments, *, local: bool) -> UpArguments:
 
 
 def _before(name: str) -> ClusterRecord | None:
-    """The cluster of this name as it was brought up last."""
+    """Return the recorded cluster of this name, if there is one."""
     from smolcluster.launch.cluster.request import known_cluster
 
     try:
@@ -144,14 +144,14 @@ async def _up(
         running = await control.states(layout, hosts)
         alive = sorted(name for name, state in running.items() if state["alive"])
         if alive and before is not None and before.run != layout.run:
-            layout = with_run(layout, before.run)  # what runs already belongs to another run: the rest joins that one
+            layout = with_run(layout, before.run)  # new processes join the run of those that are alive
             deployment = dataclasses.replace(deployment, layout=layout)
         former = read_raw(layout.name)
         try:
             record = {**as_record(layout), "said": said.record()}
             begun = await control.up(deployment, hosts, report=print_note, on_begin=lambda: save_record(record))
-        except BaseException:  # what was started is stopped again: the cluster is what it was
-            with contextlib.suppress(OSError):  # the first error is the one to report
+        except BaseException:  # `control.up` has rolled back
+            with contextlib.suppress(OSError):
                 restore_record(layout.name, former)
             raise
         _RUNNING.append(layout.name)
@@ -162,7 +162,7 @@ async def _up(
         if processes:
             print_note(name, f"started {', '.join(processes)}")
     if detach:
-        print_note("", "look at it with `smolcluster logs -f`, end it with `smolcluster down`")
+        print_note("", "watch it with `smolcluster logs -f`, end it with `smolcluster down`")
         page = "the address of its page: `smolcluster logs front`"
         if layout.plane != SERVING:
             page = f"a page with its curves: smolcluster dashboard --cluster {layout.name}"
@@ -183,7 +183,7 @@ async def _up(
 
 
 async def _result(recorded: ClusterRecord) -> int:
-    """How the run ended."""
+    """Print how the run ended. Return the lead's exit status."""
     from smolcluster.launch.cluster import control
 
     async with control.connected(recorded.machines) as (hosts, _):

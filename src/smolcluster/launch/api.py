@@ -1,4 +1,4 @@
-"""`smolcluster.train(...)`: the same run as the command, from Python."""
+"""`smolcluster.train(...)`: `smolcluster train` from Python."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def train(
 
 
 def run_here(run: Prepared, *, sinks: list[Sink], elastic: ElasticRange | None = None) -> dict[str, Any]:
-    """Start a run's processes on this machine and see it through. Returns the summary, or raises."""
+    """Run on this machine to the end. Return the summary, or raise."""
     if elastic is not None:
         return run_restarting(run, elastic, sinks=sinks)
     return run_elastic(run, sinks=sinks) if run.plane == "elastic" else run_local(run, sinks=sinks)

@@ -1,9 +1,9 @@
-"""One rank that another launcher started: torchrun, a batch system, or a person on each machine.
+"""Run one rank that another launcher started: torchrun, Slurm, or a user on each machine.
 
     torchrun             RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment; at a restart also
-                         TORCHELASTIC_RESTART_COUNT: the run in --run-dir goes on from its last checkpoint
-    srun                 a step of several tasks: SLURM_PROCID is the rank, SLURM_STEP_NUM_TASKS the world, and rank 0 is on the
-                         first host of SLURM_STEP_NODELIST; SLURM_RESTART_COUNT, of a job that was queued again, as above
+                         TORCHELASTIC_RESTART_COUNT: the run in --run-dir resumes from its last checkpoint
+    srun                 a step of several tasks: SLURM_PROCID is the rank, SLURM_STEP_NUM_TASKS the world size, rank 0 is on
+                         the first host of SLURM_STEP_NODELIST; SLURM_RESTART_COUNT of a requeued job: as above
     by hand              --world-size --rank --master-addr --master-port
 
 Flags win over the environment, torchrun's variables over Slurm's. Nothing here imports torch until the rank runs.
@@ -26,13 +26,13 @@ from smolcluster.launch.prepare import Prepared
 from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import Sink
 
-# Jobs that share a node must not meet at one port. These are below those that systems give out by themselves.
+# Master ports of Slurm jobs, one per job: below the ephemeral range.
 FIRST_PORT, NUM_PORTS = 20000, 10000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignedRank:
-    """The place this process was given."""
+    """The rank that another launcher gave this process."""
 
     rank: int
     world_size: int
@@ -40,7 +40,7 @@ class AssignedRank:
     local_world_size: int
     master_addr: str
     master_port: int
-    restarts: int = 0  # torchrun, or Slurm, has started this rank so often before
+    restarts: int = 0  # by torchrun or Slurm
 
 
 def assigned_rank(
@@ -52,24 +52,24 @@ def assigned_rank(
     srun: bool = True,
     environ: Mapping[str, str] = os.environ,
 ) -> AssignedRank | None:
-    """Return the place of this process in a world that another launcher made; None when we make the world ourselves.
+    """Return this process's rank in a job that another launcher started; None when this process starts the ranks itself.
 
-    `srun` False: a task of srun is no rank but starts some itself, as `train --elastic` does.
+    `srun` False: ignore Slurm's variables, for `train --elastic`, which starts ranks inside an srun task.
     """
     if rank is None and not environ.get("RANK"):
         by_srun = slurm_rank(environ) if srun else None
         if by_srun is not None:
             return _with_flags(by_srun, world_size=world_size, master_addr=master_addr, master_port=master_port)
         if master_addr is not None or master_port is not None:
-            raise UserError("--master-addr and --master-port need --rank: which rank of the job is this?")
+            raise UserError("--master-addr and --master-port need --rank, this process's rank in the job")
         return None
     rank = rank if rank is not None else _number("RANK", environ)
     if world_size is None:
         if "WORLD_SIZE" not in environ:
-            raise UserError(f"--rank {rank} needs --world-size: how many ranks has the job?")
+            raise UserError(f"--rank {rank} needs --world-size, the number of ranks in the job")
         world_size = _number("WORLD_SIZE", environ)
     if not 0 <= rank < world_size:
-        raise UserError(f"--rank {rank} is not in a world of {world_size}: ranks go from 0 to {world_size - 1}")
+        raise UserError(f"--rank {rank} is out of range: a world of {world_size} has ranks 0 to {world_size - 1}")
     port = master_port or _port(environ, default=29500)
     by_torchrun = "LOCAL_RANK" in environ
     return AssignedRank(
@@ -84,11 +84,7 @@ def assigned_rank(
 
 
 def slurm_rank(environ: Mapping[str, str]) -> AssignedRank | None:
-    """The place that srun gave this task beside others.
-
-    None everywhere else in an allocation: in the batch script, in a shell, and in a step of one task, which starts its own
-    workers.
-    """
+    """Return the rank of a task of srun; None in the batch script, in a shell and in a step of one task."""
     if not environ.get("SLURM_STEP_ID"):
         return None
     world_size = _number("SLURM_STEP_NUM_TASKS", environ, default=_number("SLURM_NTASKS", environ, default=1))
@@ -108,7 +104,7 @@ def slurm_rank(environ: Mapping[str, str]) -> AssignedRank | None:
 
 
 def local_rank_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Which of the workers on this machine this process is, and of how many; without such variables it is the only one."""
+    """Return local rank and local world size from torchrun's or Slurm's variables; without them 0 and 1."""
     if environ.get("LOCAL_RANK"):
         return _number("LOCAL_RANK", environ), _number("LOCAL_WORLD_SIZE", environ, default=1)
     if environ.get("SLURM_STEP_ID"):
@@ -122,18 +118,16 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a list as Slurm writes it: `gpu08` of `gpu[08-11,20],login1`."""
+    """Return the first host of a Slurm node list: `gpu08` of `gpu[08-11,20],login1`."""
     first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
     host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
     if not host:
-        raise UserError(
-            "this is a step of Slurm, and SLURM_STEP_NODELIST is empty: give --master-addr, the host of rank 0"
-        )
+        raise UserError("in a Slurm step with an empty SLURM_STEP_NODELIST: give --master-addr, the host of rank 0")
     return host
 
 
 def tasks_on_node(tasks: str, node: int) -> int:
-    """The number at that place of a list as Slurm writes it: `2(x3),1` is 2, 2, 2, 1."""
+    """Return one node's count from a Slurm list: `2(x3),1` is 2, 2, 2, 1."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         counts += [int(count)] * int(times or 1)
@@ -145,7 +139,7 @@ def _with_flags(
 ) -> AssignedRank:
     if world_size not in (None, place.world_size):
         raise UserError(
-            f"--world-size {world_size}, but srun has started {place.world_size} tasks, one for each rank; leave it out"
+            f"--world-size {world_size}, but srun has started {place.world_size} tasks, one for each rank; remove the flag"
         )
     return replace(place, master_addr=master_addr or place.master_addr, master_port=master_port or place.master_port)
 
@@ -162,13 +156,13 @@ def _number(name: str, environ: Mapping[str, str], *, default: int | None = None
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"the environment says {name}={text!r}, which is not a number") from None
+        raise UserError(f"environment variable {name}={text!r} is not a number") from None
 
 
 def run_rank(run: Prepared, place: AssignedRank, *, sinks: list[Sink], tell: Callable[[SmolclusterError], int]) -> int:
-    """Be that rank, in this process; rank 0 names the run directory for all. Returns 0, or raises as `run_local` does.
+    """Run that rank in this process; rank 0 chooses the run directory. Return 0, or raise as `run_local` does.
 
-    `tell` shows an error where this cannot raise it: a rank that waits for one that is lost is ended by another thread.
+    `tell` prints an error that cannot be raised: a thread ends the process while its main thread waits for a lost rank.
     """
     os.environ.update(ENVIRONMENT | os.environ)
     outcome = Outcome()
@@ -176,14 +170,14 @@ def run_rank(run: Prepared, place: AssignedRank, *, sinks: list[Sink], tell: Cal
     again = place.restarts > 0
     with run.opened(again=again) if lead else contextlib.nullcontext():
         if again and run.resume is None and place.local_rank == 0:
-            truncate_metrics(run.run_dir.metrics, after_step=0)  # nothing was saved: all is done anew
+            truncate_metrics(run.run_dir.metrics, after_step=0)  # nothing was saved: restart from step 0
         from smolcluster.engine.channel import SignalChannel
         from smolcluster.engine.process.main import leave, run_worker
 
         assigned = {name: value for name, value in asdict(place).items() if name != "restarts"}
         spec = make_spec(run, resume=run.resume, watched=False, again=again, **assigned)
         if not lead:
-            spec = replace(spec, run_dir="")  # the lead's, which may be on another machine
+            spec = replace(spec, run_dir="")  # rank 0 sends it
 
         def cut_off() -> None:
             leave(tell(_error(run, place, outcome)))
@@ -195,7 +189,7 @@ def run_rank(run: Prepared, place: AssignedRank, *, sinks: list[Sink], tell: Cal
 
 
 def _error(run: Prepared, place: AssignedRank, outcome: Outcome) -> SmolclusterError:
-    """Why this rank did not come to its end. The lead rank also leaves a summary."""
+    """Return why this rank did not finish. Rank 0 also writes a summary."""
     failed, lead = outcome.failed, place.rank == 0
     if failed is not None and failed.kind == "user":
         return UserError(failed.message)

@@ -1,11 +1,10 @@
-"""Grafana, Loki and Prometheus on this machine, in containers: `smolcluster logs up` and `smolcluster logs down`.
+"""Grafana, Loki and Prometheus in containers on this machine: `smolcluster logs up` and `smolcluster logs down`.
 
-The files come with the package (`logging/` in a source checkout) and are written to a folder of the user's, from where Docker
-runs them:
+The packaged files (`logging/` in a source checkout) are copied to a folder of the user, and Docker Compose runs them there:
 
-    docker-compose.yml ...    as packaged, written anew at every start; changes go into docker-compose.override.yml
-    targets/                  other machines to scrape; yours
-    .env                      ports, and the password that was made for Grafana; yours after the first start
+    docker-compose.yml ...    overwritten at every start; put changes into docker-compose.override.yml
+    targets/                  other machines to scrape; never overwritten
+    .env                      ports and Grafana's generated password; never overwritten
 
 Nothing here imports torch.
 """
@@ -31,10 +30,10 @@ from smolcluster.engine.durable_files import write_private_text
 from smolcluster.errors import SmolclusterError, UserError
 
 PROJECT = "smolcluster-logs"
-READY_S = 180.0  # after the images are there
+READY_S = 180.0  # after the images are pulled
 _LOOK_S = 0.5
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # addresses that mean all of a machine's -> one of them
-_YOURS = ("targets",)  # folders in which files of the user stay
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # wildcard addresses -> loopback
+_YOURS = ("targets",)  # folders whose files are not overwritten
 
 DEFAULTS = {
     "GRAFANA_PORT": "3000",
@@ -46,7 +45,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What runs, and where."""
+    """The addresses of the running services."""
 
     folder: Path
     grafana: str
@@ -54,21 +53,21 @@ class Stack:
     prometheus: str
 
     def lines(self) -> list[str]:
-        """Return how to use it, for the user."""
+        """Return instructions for the user."""
         return [
             f"Grafana     {self.grafana}   user admin, the password is in {self.folder / '.env'}",
             f"Loki        {self.loki}",
             f"Prometheus  {self.prometheus}",
             "",
             f"smolcluster train --override logging.loki_url={self.loki}",
-            "smolcluster train --override logging.prometheus_port=9464   (see prometheus.yml there for who is scraped)",
+            "smolcluster train --override logging.prometheus_port=9464   (prometheus.yml there lists the scrape targets)",
             "",
-            "smolcluster logs down   stops it; what was stored stays",
+            "smolcluster logs down   stops it and keeps the data",
         ]
 
 
 def data_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the default folder that the files are run from."""
+    """Return the default folder for the files."""
     if sys.platform == "win32":
         base = Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -80,12 +79,12 @@ def data_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 @functools.cache
 def packaged() -> Path:
-    """The files that come with the package."""
+    """Return the folder of the packaged files."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "logstack", package.parents[1] / "logging"):  # installed; a source checkout
         if (folder / "docker-compose.yml").is_file():
             return folder
-    raise SmolclusterError("this installation has no files for the logs; install smolcluster again")
+    raise SmolclusterError("the files of the log stack are missing from this installation; reinstall smolcluster")
 
 
 def start(
@@ -95,17 +94,19 @@ def start(
     ready_s: float = READY_S,
     tell: Callable[[str], None] = print,
 ) -> Stack:
-    """Write the files, start the containers, wait until they answer, and tell how to use them.
+    """Write the files, start the containers, wait until they answer, and print how to use them.
 
-    `settings` are those of `DEFAULTS` that shall be different; they are kept for later starts.
+    `settings`: changes to `DEFAULTS`; they are kept for later starts.
     """
     folder = folder or data_folder()
     compose = find_compose()
     _check_docker()
     environ = write_files(folder, settings or {})
     if not is_loopback(environ["LOKI_BIND"]):
-        tell(f"Loki listens on {environ['LOKI_BIND']} and has no passwords: whoever reaches it can read and write logs")
-    tell(f"starting Grafana, Loki and Prometheus from {folder}; the first time Docker fetches them, some 500 MB")
+        tell(
+            f"Loki listens on {environ['LOKI_BIND']} without a password: anyone who reaches it can read and write logs"
+        )
+    tell(f"starting Grafana, Loki and Prometheus from {folder}; the first time Docker pulls about 500 MB")
     _run([*compose, "--project-name", PROJECT, "up", "--detach"], folder, environ)
     stack = _stack(folder, environ)
     _wait_until_ready(stack, compose, within_s=ready_s)
@@ -115,7 +116,7 @@ def start(
 
 
 def stop(folder: Path | None = None, *, remove_data: bool = False) -> None:
-    """Stop the containers. What they stored stays, unless `remove_data`."""
+    """Stop the containers. `remove_data`: delete their volumes, too."""
     folder = folder or data_folder()
     if not (folder / "docker-compose.yml").is_file():
         raise UserError(f"nothing was started from {folder}; smolcluster logs up starts it")
@@ -124,7 +125,7 @@ def stop(folder: Path | None = None, *, remove_data: bool = False) -> None:
 
 
 def find_compose() -> list[str]:
-    """`docker compose`, or the older `docker-compose`."""
+    """Return `docker compose`, or the older `docker-compose`."""
     docker = shutil.which("docker")
     if docker is not None and _failure(docker, "compose", "version", within_s=30) is None:
         return [docker, "compose"]
@@ -133,42 +134,40 @@ def find_compose() -> list[str]:
         return [older]
     if docker is not None:
         raise UserError(
-            "docker is here, but not docker compose; install its plugin: https://docs.docker.com/compose/install/"
+            "docker is installed without docker compose; install the plugin: https://docs.docker.com/compose/install/"
         )
     raise UserError(
-        "there is no docker on this machine; install it (https://docs.docker.com/get-docker/), or name a Loki that runs "
-        "elsewhere: --override logging.loki_url=http://HOST:3100. Without either, the logs are in the run directory as ever"
+        "docker is not installed; install it (https://docs.docker.com/get-docker/), or use a Loki that runs elsewhere: "
+        "--override logging.loki_url=http://HOST:3100. Without Loki the logs are in the run directory"
     )
 
 
 def _check_docker() -> None:
-    """A client without its daemon would fail later, and in other words."""
+    """Raise UserError if the docker daemon does not answer."""
     docker = shutil.which("docker")
     failure = None if docker is None else _failure(docker, "info", within_s=60)
     if failure is not None:
-        raise UserError(f"docker does not work here: {failure}; start it, then try again")
+        raise UserError(f"docker does not work here: {failure}; start the docker daemon")
 
 
 def _failure(*command: str, within_s: float) -> str | None:
-    """The last that a command says when it fails; None when it does not."""
+    """Return the last line of a failing command; None on success."""
     try:
         asked = subprocess.run(command, capture_output=True, timeout=within_s, check=False, text=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return None if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
+    return None if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["no output"])[-1]
 
 
 def write_files(folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
-    """The packaged files and `.env`. Returns what is in it. The password is made once and kept."""
+    """Write the packaged files and `.env`. Return its contents. The password is generated once."""
     source = packaged()
     try:
         for path in sorted(source.rglob("*")):
             target = folder / path.relative_to(source)
             if path.is_dir():
                 target.mkdir(parents=True, exist_ok=True)
-                target.chmod(
-                    0o755
-                )  # processes in the containers are other users: they must read this, whatever umask says
+                target.chmod(0o755)  # containers run as other users, who must read this whatever the umask
             elif not (target.exists() and path.relative_to(source).parts[0] in _YOURS):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())
@@ -176,7 +175,7 @@ def write_files(folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
         environ = {"GRAFANA_PASSWORD": secrets.token_urlsafe(15)} | DEFAULTS | _read(folder) | dict(settings)
         for name, value in environ.items():
             if name.endswith("_PORT") and not (value.isdigit() and 0 < int(value) < 65536):
-                raise UserError(f"{folder / '.env'}: {name}={value} is no port; ports are numbers from 1 to 65535")
+                raise UserError(f"{folder / '.env'}: {name}={value} is not a port; give a number from 1 to 65535")
         write_private_text(folder / ".env", "".join(f"{name}={value}\n" for name, value in environ.items()))
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
@@ -184,7 +183,7 @@ def write_files(folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read(folder: Path) -> dict[str, str]:
-    """What `.env` says; empty without one."""
+    """Return the contents of `.env`; empty without one."""
     with contextlib.suppress(FileNotFoundError):
         lines = (folder / ".env").read_text(encoding="utf-8").splitlines()
         pairs = [line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#")]
@@ -193,11 +192,11 @@ def _read(folder: Path) -> dict[str, str]:
 
 
 def _run(command: list[str], folder: Path, environ: Mapping[str, str]) -> None:
-    """Run it. Docker reports its progress itself, on standard error."""
+    """Run docker compose, which prints its progress on standard error."""
     status = subprocess.run(command, cwd=folder, env={**os.environ, **environ}, stdout=2, check=False)
     if status.returncode != 0:
         name = " ".join([Path(command[0]).name, *command[1:]])
-        raise UserError(f"`{name}` in {folder} ended with status {status.returncode}; what it said stands above")
+        raise UserError(f"`{name}` in {folder} ended with status {status.returncode}; see its output above")
 
 
 def _stack(folder: Path, environ: Mapping[str, str]) -> Stack:
@@ -225,7 +224,7 @@ def _wait_until_ready(stack: Stack, compose: list[str], *, within_s: float) -> N
         if time.monotonic() > deadline:
             command = " ".join([Path(compose[0]).name, *compose[1:], "--project-name", PROJECT, "logs"])
             raise SmolclusterError(
-                f"{' and '.join(waiting)} did not answer within {within_s:g} s; see why, in {stack.folder}: {command}"
+                f"{' and '.join(waiting)} did not answer within {within_s:g} s; in {stack.folder} see: {command}"
             )
         time.sleep(_LOOK_S)
 

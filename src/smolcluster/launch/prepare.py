@@ -1,4 +1,4 @@
-"""From what the user said to a run that can start. Nothing here imports torch."""
+"""Turn sources, overrides and flags into a checked run that can start. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BACKENDS = ("gloo", "nccl", "mpi")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run that can start."""
+    """A checked run that can start."""
 
     config: Config
     workers: int
@@ -28,12 +28,12 @@ class Prepared:
     resume: Path | None = None
     plane: str = "mesh"
     backend: str | None = None
-    anew: bool = False  # the same run, started again: it had saved nothing
+    anew: bool = False  # `--resume auto` of a run that had saved nothing: start from step 0
 
     def opened(self, *, again: bool = False) -> AbstractContextManager[None]:
-        """Hold the run directory. Its configuration and tokenizer are written there: it can be moved, and needs no original.
+        """Lock the run directory and write the configuration and tokenizer into it.
 
-        `again`: the same run, started again.
+        `again`: another launcher has restarted this run.
         """
         config, files = with_tokenizer(self.config, str(self.run_dir.tokenizer.absolute()))
         resume = again or self.resume is not None
@@ -53,9 +53,9 @@ def prepare(
 ) -> Prepared:
     """Read and check the configuration; decide where the run lives and where it starts from.
 
-    Sources are YAML files, built-in names and at most one `file.py:Task`. With none: the built-in default, or the
-    configuration of the run that is resumed. Only the lead rank of a job needs the files of the run: it hands them on. `again`:
-    this is the same run, started again, so that its directory may hold what it did before.
+    Sources are YAML files, built-in names and at most one `file.py:Task`. With none: the configuration of the resumed run, else
+    the built-in default. Only the lead rank of a job needs the files of the run. `again`: another launcher has restarted this
+    run, so its directory may hold earlier results.
     """
     found: Resume | None = None
     anew = False
@@ -109,20 +109,22 @@ def _load(
     if tasks:
         sets["task"] = absolute_task(tasks[0])
     if not sources and canonical_strategy(sets.get("strategy.name") or "") == ALONE:
-        sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # more workers were not the user's wish
+        sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # the default has more
     return load_config(files, overrides=overrides, sets=sets)
 
 
 def _check(config: Config, backend: str | None) -> str:
-    """Refuse what is known to be wrong before anything starts. Return the plane; the strategy gets its canonical name."""
+    """Check strategy, backend and dataset; store the strategy's canonical name. Return the plane."""
     config.strategy.name = check_name(config.strategy.name)
     plane = choose_plane(config)
     if backend is not None and backend not in BACKENDS:
         raise unknown_name("backend", backend, BACKENDS)
     if backend is not None and plane == "elastic":
-        raise UserError(f"--backend {backend} is for the mesh plane; {config.strategy.name} has a transport of its own")
+        raise UserError(
+            f"--backend {backend} is for the mesh plane; {config.strategy.name} uses the elastic plane's transport"
+        )
     if config.task is None:
-        is_text(config.data.name)  # an unknown dataset
+        is_text(config.data.name)  # raises for an unknown dataset
     return plane
 
 
@@ -134,7 +136,7 @@ def sets_of(
     steps: int | None = None,
     seed: int | None = None,
 ) -> dict[str, Any]:
-    """Return what the arguments that most commands take set, by dotted name."""
+    """Return the common arguments as configuration keys, by dotted name."""
     return {
         "strategy.name": strategy,
         "cluster.num_workers": workers,
@@ -145,7 +147,7 @@ def sets_of(
 
 
 def _use_recorded_tokenizer(config: Config, run: RunDir) -> None:
-    """Read text with the tokenizer that the resumed run was imported with, unless the user names another one."""
+    """Use the resumed run's own tokenizer files, unless the user names another tokenizer."""
     if not run.tokenizer.is_dir() or config.task is not None:
         return
     recorded = load_config([run.config]).data.tokenizer if run.config.is_file() else None
@@ -154,10 +156,7 @@ def _use_recorded_tokenizer(config: Config, run: RunDir) -> None:
 
 
 def with_tokenizer(config: Config, place: str) -> tuple[Config, dict[str, bytes]]:
-    """Return the files of the tokenizer, and the configuration that finds them in the folder `place`.
-
-    Nothing changes, and there are no files, where `data.tokenizer` is not the path of some on this machine.
-    """
+    """If `data.tokenizer` is a path here, return its files and a configuration that names the folder `place` instead."""
     said = config.data.tokenizer
     if config.task is not None or said in (None, "bytes", "chars", "gpt2") or not Path(said).expanduser().exists():
         return config, {}
@@ -171,11 +170,13 @@ def with_tokenizer(config: Config, place: str) -> tuple[Config, dict[str, bytes]
 
 
 def choose_plane(config: Config) -> str:
-    """Where the strategy runs: as cluster.plane says, if it can."""
+    """Return cluster.plane if the strategy supports it, else the strategy's default."""
     record, said = record_of(config.strategy.name), config.cluster.plane
     if said is not None and said not in record.planes:
         there = sorted(name for name, other in all_records().items() if said in other.planes)
-        raise UserError(f"strategy {record.name} does not run on the {said} plane; those that do: {', '.join(there)}")
+        raise UserError(
+            f"strategy {record.name} does not run on the {said} plane; strategies that do: {', '.join(there)}"
+        )
     if said is not None:
         return said
     return "elastic" if config.strategy.said().get(record.elastic_option) else record.planes[0]
@@ -189,17 +190,17 @@ def task_name(config: Config) -> str:
 
 
 def is_task(source: str) -> bool:
-    """Whether a source is a Python file, or a class in one, instead of a configuration."""
+    """Return whether a source is a Python file, or a class in one."""
     return source.endswith(".py") or ".py:" in source
 
 
 def split_task(task: str) -> tuple[str, str]:
-    """Return the path of the file, and `:Class`, or nothing where no class is named."""
+    """Split into the file's path and `:Class`, which may be empty."""
     path, colon, name = task.rpartition(":") if ".py:" in task else (task, "", "")
     return path, colon + name
 
 
 def absolute_task(task: str) -> str:
-    """Workers may run elsewhere: the path must hold there too. What is a link here may be none there, so it stays one."""
+    """Make the task's path absolute for other processes, without resolving links."""
     path, name = split_task(task)
     return f"{Path(path).absolute()}{name}"

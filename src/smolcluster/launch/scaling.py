@@ -1,13 +1,13 @@
-"""The same training on 1, 2, 4, ... workers of this machine, for `smolcluster bench scaling`.
+"""Measure the same training on 1, 2, 4, ... workers of this machine, for `smolcluster bench scaling`.
 
-    for each repeat:  for each number of workers:      (the order turns with every repeat, so that drift hits all alike)
-        an ordinary run: warm-up steps, which do not count, then timed ones
-        rows of metrics.jsonl tell what each rank read and how long it took, start-up and evaluation left out
+    for each repeat:  for each number of workers:      (in alternating order, so that drift affects all sizes alike)
+        an ordinary run: warm-up steps, then timed ones
+        its rows give samples and seconds of each rank, without start-up and evaluation
 
-A size that cannot run says why, and the others go on. `scaling.json` and `scaling.svg` are written again after every run:
-whatever ends this, what was measured is there.
+A size that cannot run gets a reason, and the others continue. `scaling.json` and `scaling.svg` are rewritten after every run:
+an interrupt keeps what was measured.
 
-Several machines: this can start workers only here. Start the run there by hand for each number of ranks and compare
+Workers are started on this machine only. For several machines, start the run by hand for each number of ranks and compare
 `samples_per_s` of their rows.
 """
 
@@ -51,7 +51,7 @@ class ScalingRequest:
     folder: Path
 
     def prepared(self, size: int, place: str, **more: Any) -> Prepared:
-        """A run of this size that logs few rows, saves nothing and hardly evaluates."""
+        """Prepare a run of this size with few rows, no checkpoints and minimal evaluation."""
         sets = {
             **self.sets,
             "cluster.num_workers": size,
@@ -69,13 +69,13 @@ class ScalingRequest:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """`1,2,3` as it is; `8`: 1, 2, 4, 8; `6`: 1, 2, 4, 6."""
+    """Parse `1,2,3`; or a maximum: `8` is 1, 2, 4, 8 and `6` is 1, 2, 4, 6."""
     try:
         given = [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"--workers {text!r} is neither a number nor numbers such as 1,2,4") from None
+        raise UserError(f"--workers {text!r}: give a number, or several such as 1,2,4") from None
     if min(given) < 1:
-        raise UserError(f"--workers {text}: there is no run of {min(given)} workers; give numbers from 1 on")
+        raise UserError(f"--workers {text}: {min(given)} is below 1")
     if len(given) > 1:
         return sorted(set(given))
     return [2**i for i in range(given[0].bit_length()) if 2**i < given[0]] + given
@@ -136,19 +136,19 @@ def plan(request: ScalingRequest) -> tuple[Scaling, dict[int, dict[str, Any]]]:
 
 
 def batch_for(batch: int, workers: int, shards: int, *, weak: bool) -> int:
-    """Samples of one data shard. `batch` is what one worker reads alone; pipeline and tensor peers share a shard."""
+    """Return the batch size of one data shard. `batch`: of a single worker; pipeline and tensor peers share a shard."""
     whole = batch * workers if weak else batch
     if whole % shards:
         larger = -(-batch // shards) * shards
         raise UserError(
-            f"a step of {whole} samples cannot be dealt out evenly to {shards} data shards; "
+            f"a step of {whole} samples cannot be divided among {shards} data shards; "
             f"use --override training.batch_size={larger}, or --weak"
         )
     return whole // shards
 
 
 def data_shards(run: Prepared) -> int:
-    """Into how many parts the samples of a step go. Refuses what the strategy cannot do with so many workers."""
+    """Return the number of data shards. Raises UserError if the strategy cannot use so many workers."""
     from smolcluster.parallel.placement import Node
     from smolcluster.planner.world_sizes import place
 
@@ -157,7 +157,7 @@ def data_shards(run: Prepared) -> int:
 
 
 def processors(device: str | None) -> tuple[str, int]:
-    """What workers compute on here, and how many of them there are."""
+    """Return what workers compute on, GPUs or cores, and how many there are."""
     import torch
 
     from smolcluster.compute.device import choose_device
@@ -207,12 +207,12 @@ def _measure(
         raise
     except SmolclusterError as error:
         size.reason = str(error)
-        size.samples.clear()  # half a measurement is none
+        size.samples.clear()
     write(request.folder, scaling)
 
 
 def sample_of(rows: Sequence[StepLogged], *, repeat: int, warmup: int, global_batch: int) -> Sample:
-    """Throughput after the warm-up, added up over the ranks that count samples."""
+    """Return the throughput after the warm-up, summed over the ranks that count samples."""
     ranks = sorted({row.rank for row in rows if row.samples > 0})
     samples_per_s = tokens_per_s = 0.0
     stretches: list[dict[str, float]] = []
@@ -230,7 +230,7 @@ def sample_of(rows: Sequence[StepLogged], *, repeat: int, warmup: int, global_ba
             for earlier, later in pairs
         ]
         if not taken:
-            raise SmolclusterError(f"rank {rank} has logged no step after the warm-up of {warmup}; take more --steps")
+            raise SmolclusterError(f"rank {rank} has logged no step after the warm-up of {warmup}; raise --steps")
         seconds = sum(stretch["seconds"] for stretch in taken)
         samples_per_s += sum(stretch["samples"] for stretch in taken) / seconds
         tokens_per_s += sum(stretch["tokens"] for stretch in taken) / seconds
@@ -247,7 +247,7 @@ def sample_of(rows: Sequence[StepLogged], *, repeat: int, warmup: int, global_ba
 
 
 def write(folder: Path, scaling: Scaling) -> None:
-    """Both files anew; a reader sees the old or the new, never half of one."""
+    """Write both files atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"scaling.json": json.dumps(plain(scaling.to_dict()), indent=1) + "\n"}
     if scaling.measured:

@@ -1,12 +1,12 @@
-"""Runs on machines that a batch system allocates: job files for Slurm, Kubernetes and Docker Compose.
+"""Job files for Slurm, Kubernetes and Docker Compose.
 
-    job.py           what is trained and on how much, checked: a `BatchJob`
-    slurm.py         an sbatch file of it              `smolcluster slurm`
-    kubernetes.py    a stream of manifests             `smolcluster k8s`
-    compose.py       a compose file                    `smolcluster compose`
-    containers.py    what the last two share: where things lie in a container, and how one starts
-    text.py          YAML as other programs read it; times as Slurm writes them
-    submit.py        files written, sbatch, kubectl and docker called
+    job.py           check what is trained and on which resources: a `BatchJob`
+    slurm.py         render an sbatch file             `smolcluster slurm`
+    kubernetes.py    render manifests                  `smolcluster k8s`
+    compose.py       render a compose file             `smolcluster compose`
+    containers.py    shared by the last two: paths and commands in a container
+    text.py          conservative YAML; times as Slurm writes them
+    submit.py        write files; call sbatch, kubectl and docker
 
-Rendering is pure: text out of a `BatchJob` and the settings of that system. No cluster is spoken to before `submit`.
+Rendering is pure: a `BatchJob` and the system's settings give text. Nothing is contacted before `submit`.
 """

@@ -1,11 +1,11 @@
-"""A compose file: one container for each worker, on one machine.
+"""Render a compose file: one container for each worker, on one machine.
 
     mesh plane       rank-0, rank-1, ...: all start together
-    elastic plane    server, worker-0, worker-1, ...: each may be stopped and started again
+    elastic plane    server, worker-0, worker-1, ...: each may be stopped and restarted
 
-They have a network of their own. The run is in a folder of this machine, so the containers run as a user who may write there.
-The configuration is a variable, which containers write down when they start: what a compose file has as the content of a
-`config` is copied into a container, and Docker copies nothing into one that is read-only.
+They share a network of their own. The run is in a folder of this machine, so the containers run as a user who may write there.
+The configuration is an environment variable that containers write to a file at start: Docker cannot copy an inline `config`
+into a read-only container.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from smolcluster.launch.batch.text import mebibytes, to_yaml
 from smolcluster.launch.prepare import split_task
 
 RESTARTS = 3
-READY_S = 900  # a server listens when it has its data, which may have to be fetched first
+READY_S = 900  # a server may have to download its data before it listens
 DATA_FOLDER, TOKEN_FILE = PurePath("data"), PurePath("token")  # beside the compose file
-CODE = "/app"  # where a task of the user's own lies in a container
+CODE = "/app"  # folder of the user's task in a container
 TOKEN = "/run/secrets/token"
 START = f'printf %s "$CONFIG" >{CONFIG}\nexec "$@"\n'
 
@@ -37,7 +37,7 @@ Service = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposeSettings:
-    """What only Docker wants to know. Paths are of this machine, relative to the compose file or absolute."""
+    """Docker's part of the job. Paths are on this machine, absolute or relative to the compose file."""
 
     image: str
     user: str  # as 1000:1000
@@ -51,20 +51,20 @@ def check(job: BatchJob, settings: ComposeSettings) -> None:
     containers.check_paths(job)
     if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", settings.user):
         raise UserError(
-            f"--user '{settings.user}': numbers of a user and a group that are not root's, such as 1000:1000"
+            f"--user '{settings.user}': give numeric user and group ids other than root's, such as 1000:1000"
         )
     if job.plane == "mesh" and 0 < job.gpus_per_node < job.workers and job.backend != "gloo":
         raise UserError(
-            f"{job.workers} workers on {job.gpus_per_node} GPUs: each rank needs one of its own for NCCL; use --workers "
+            f"{job.workers} workers on {job.gpus_per_node} GPUs: NCCL needs one GPU for each rank; use --workers "
             f"{job.gpus_per_node}, or --backend gloo"
         )
 
 
 def render(job: BatchJob, settings: ComposeSettings) -> str:
-    """The whole file. What all containers have in common is said once."""
+    """Return the whole file, with the containers' common settings as a YAML anchor."""
     check(job, settings)
     parts = [
-        f"# {job.told}; written by `smolcluster compose`.\n",
+        f"# {job.summary}; written by `smolcluster compose`.\n",
         to_yaml({"name": job.name}),
         to_yaml({"x-smolcluster": _escaped(_common(job, settings))}).replace(":", ": &smolcluster", 1),
         "services:\n",
@@ -79,7 +79,7 @@ def render(job: BatchJob, settings: ComposeSettings) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """Compose fills in variables everywhere; a dollar that is meant is written twice."""
+    """Double each dollar sign: compose interpolates variables everywhere."""
     if isinstance(value, dict):
         return {key: _escaped(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -88,12 +88,12 @@ def _escaped(value: Any) -> Any:
 
 
 def _path(path: PurePath) -> str:
-    """A relative path must not be taken for the name of a volume."""
+    """Return a path that compose does not take for a volume's name."""
     return str(path) if path.is_absolute() else f"./{path.as_posix()}"
 
 
 def _task(job: BatchJob) -> str | None:
-    """As it is called in the container."""
+    """Return the task's path in the container."""
     if job.task is None:
         return None
     path, name = split_task(job.task)
@@ -134,7 +134,7 @@ def _common(job: BatchJob, settings: ComposeSettings) -> Service:
 
 
 def _bind(source: str, target: str) -> Service:
-    """A folder that is missing is an error: Docker would make it, and it would be root's."""
+    """Return a bind mount whose missing source is an error: Docker would create it as root."""
     return {"type": "bind", "source": source, "target": target, "bind": {"create_host_path": False}}
 
 

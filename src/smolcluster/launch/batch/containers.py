@@ -1,8 +1,8 @@
-"""What containers of a run have in common: where things lie in them, how one starts, what must not be asked of them.
+"""Shared by the containers of a run: paths, commands, checks.
 
     /etc/smolcluster/config.yaml    the resolved configuration, from the job file
-    /data                           the volume: runs, and a cache of what is downloaded
-    /tmp                            the only other place that can be written
+    /data                           the volume: runs, and a cache of downloads
+    /tmp                            the only other writable folder
 
 The paths and the user are those of the Dockerfile in the root of the repository.
 """
@@ -19,17 +19,17 @@ from smolcluster.launch.join.worker import own_overrides
 CONFIG = "/etc/smolcluster/config.yaml"
 DATA = "/data"
 USER = 10001
-GRACE_S = 120  # to save, when a container is asked to end
+GRACE_S = 120  # to save after SIGTERM
 SERVER_PORT = 65432
 
 
 def _run(job: BatchJob) -> list[str]:
-    """Arguments that name the run. A container that is started again goes on from what was saved."""
+    """Return the arguments for the run directory. A restarted container resumes from what was saved."""
     return ["--run-dir", f"{DATA}/runs/{job.name}", "--resume", "auto"]
 
 
 def environment(job: BatchJob) -> dict[str, str]:
-    """Of every container. HOME: libraries write there, and the root file system is read-only."""
+    """Return the variables of every container. HOME: libraries write there, and the root file system is read-only."""
     return {
         "HOME": "/tmp",
         "SMOLCLUSTER_CACHE": f"{DATA}/cache",
@@ -42,13 +42,13 @@ def server_command(job: BatchJob) -> list[str]:
 
 
 def worker_command(job: BatchJob, *, rank: str, host: str, server: str, task: str | None) -> list[str]:
-    """`task` as it is called in the container."""
+    """Return the command of a worker. `task`: its path in the container."""
     copy = ["--task", task] if task is not None else []
     return ["smolcluster", "worker", rank, host, "--server", f"{server}:{SERVER_PORT}", *copy, *own_values(job)]
 
 
 def own_values(job: BatchJob) -> list[str]:
-    """Arguments of a worker: what it does not take from its server."""
+    """Return a worker's arguments for the keys that it does not adopt from its server."""
     own = own_overrides(job.config, same_machine=False)
     return ["--override", *own] if own else []
 
@@ -59,13 +59,13 @@ def train_command(job: BatchJob) -> list[str]:
 
 
 def listens(port: int) -> str:
-    """A line of shell that asks the kernel, and not the server, which would log an unknown connection."""
+    """Return a shell command that tests for a listening port without a connection, which the server would log."""
     return f"grep -q ':{port:04X} [0-9A-F:]* 0A ' /proc/net/tcp /proc/net/tcp6"
 
 
 def check_image(image: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", image):
-        raise UserError(f"--image '{image}' is not the name of an image, such as registry.example.org/smolcluster:cpu")
+        raise UserError(f"--image '{image}' is not an image name, such as registry.example.org/smolcluster:cpu")
 
 
 def default_image(job: BatchJob) -> str:
@@ -73,7 +73,7 @@ def default_image(job: BatchJob) -> str:
 
 
 def check_paths(job: BatchJob) -> None:
-    """A container does not see the files of this machine."""
+    """Refuse relative paths: a container does not see the files of this machine."""
     data = job.config.data
     tokenizer = data.tokenizer if data.tokenizer is not None and re.search(r"/|\.json$", data.tokenizer) else None
     for key, path in (
@@ -83,6 +83,6 @@ def check_paths(job: BatchJob) -> None:
     ):
         if path is not None and not PurePosixPath(path).is_absolute():
             raise UserError(
-                f"{key} = '{path}' is a path of this machine, which a container does not see: put the files on its volume "
-                f"and say {key}={DATA}/{PurePosixPath(path).name}"
+                f"{key} = '{path}' is a path on this machine, which a container does not see: put the files on its volume "
+                f"and set {key}={DATA}/{PurePosixPath(path).name}"
             )

@@ -1,4 +1,4 @@
-"""What a batch system is asked for: what is trained, on how many workers, with how much of a machine for each."""
+"""Check what a batch job trains, on how many workers and with which resources."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from smolcluster.launch.batch.text import parse_time
 from smolcluster.launch.prepare import absolute_task, is_task, prepare, sets_of, task_name
 from smolcluster.launch.restart.plan import ElasticRange, check_restartable, parse_elastic
 
-MEET_PORT = 29400  # where the launchers of `train --elastic` meet
-RANK_PORT = 29500  # where the ranks of the mesh plane meet
+RENDEZVOUS_PORT = 29400  # --rdzv-endpoint of `train --elastic`
+RANK_PORT = 29500  # --master-port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchJob:
-    """A run, checked. `config` is the resolved one; `sources`, `overrides` and the rest are what the user said of it."""
+    """A checked run. `config` is resolved; `sources`, `overrides` and the rest are the user's arguments."""
 
     name: str
     config: Config
@@ -36,7 +36,7 @@ class BatchJob:
     cpus_per_worker: int | None = None
     memory_bytes: int | None = None  # of each node
     time_limit_s: int | None = None
-    elastic: ElasticRange | None = None  # mesh plane: workers that die are started again
+    elastic: ElasticRange | None = None  # mesh plane: restart workers that die
 
     @property
     def workers(self) -> int:
@@ -47,7 +47,7 @@ class BatchJob:
         return self.config.task
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """`edp, 2 nodes x 4 workers`."""
         nodes, workers = self.nodes, self.workers_per_node
         return f"{self.config.strategy.name}, {nodes} node{'s' * (nodes != 1)} x {workers} worker{'s' * (workers != 1)}"
@@ -71,9 +71,9 @@ def plan_job(
     time: str | None = None,
     elastic: str | None = None,
 ) -> BatchJob:
-    """From what the user said to a job that can run: the configuration is read, and the strategy asked whether it fits.
+    """Read the configuration, check that the strategy can use these workers, and return the job.
 
-    The arguments are named as the options of the commands.
+    The arguments have the names of the commands' options.
     """
     from smolcluster.compute.memory import parse_size
 
@@ -111,24 +111,21 @@ def plan_job(
 
 
 def check_name(name: str) -> None:
-    """Good for a file, a job and a folder of the run."""
+    """Check a name for a file, a job and a run directory."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", name):
-        raise UserError(
-            f"--name '{name}' cannot be the name of a job: use letters, digits, '-', '_' and '.', 63 at most"
-        )
+        raise UserError(f"--name '{name}' is not a job name: use at most 63 letters, digits, '-', '_' and '.'")
 
 
 def check_dns_name(name: str, *, longest: int = 63) -> None:
-    """Good for a host: what Kubernetes and Docker ask of names."""
+    """Check a name that Kubernetes or Docker use as a host name."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) or len(name) > longest:
         raise UserError(
-            f"--name '{name}' becomes the name of a host there: use small letters, digits and '-', a letter first, "
-            f"{longest} at most"
+            f"--name '{name}' becomes a host name: use at most {longest} lower-case letters, digits and '-', a letter first"
         )
 
 
 def check_fit(job: BatchJob) -> None:
-    """The strategy itself says whether so many workers can run it. This needs torch."""
+    """Let the strategy check that so many workers can run it. Imports torch."""
     from smolcluster.engine.checks import batch_size_of
     from smolcluster.parallel.placement import Node
     from smolcluster.planner.world_sizes import place, plans
@@ -141,7 +138,7 @@ def check_fit(job: BatchJob) -> None:
     place(job.config, nodes, plane=job.plane)
     if job.plane != "elastic":
         config = job.config.model_copy(deep=True)
-        config.data.download = False  # a job file is no reason to fetch anything
+        config.data.download = False
         plans(config, range(job.elastic.min_workers if job.elastic else job.workers, job.workers + 1))
 
 
@@ -162,10 +159,10 @@ def _check_counts(*, nodes: int, workers: int, gpus: int, cpus: int | None) -> N
 
 
 def _elastic(text: str, *, nodes: int, workers_per_node: int) -> ElasticRange:
-    wish = parse_elastic(text, workers=workers_per_node, endpoint=f"first:{MEET_PORT}")
+    wish = parse_elastic(text, workers=workers_per_node, endpoint=f"first:{RENDEZVOUS_PORT}")
     if wish.max_workers != nodes * workers_per_node:
         raise UserError(
-            f"--elastic {text}: the job has room for {nodes * workers_per_node} workers; use "
+            f"--elastic {text}: the job has {nodes * workers_per_node} workers; use "
             f"--elastic {min(wish.min_workers, nodes * workers_per_node)}:{nodes * workers_per_node}, or other --nodes"
         )
     return wish
@@ -176,17 +173,17 @@ def _check_cluster(config: Config) -> None:
     named = [*cluster.workers, *cluster.host_ip, *cluster.hosts]
     if named:
         raise UserError(
-            f"the configuration names machines ({', '.join(dict.fromkeys(named))}), and here the batch system chooses them: "
-            "leave out the cluster file, or its workers, host_ip and hosts"
+            f"the configuration names machines ({', '.join(dict.fromkeys(named))}), but the batch system chooses them: "
+            "remove the cluster file, or its workers, host_ip and hosts"
         )
     if cluster.token is not None:
         raise UserError(
-            "cluster.token: a job file is read by many; leave it out, each system has a place for the token"
+            "cluster.token: a job file is no place for a secret; remove it and use the system's own option for the token"
         )
 
 
 def _absolute(source: str) -> str:
-    """Commands of the job run elsewhere: a path must hold there too. Built-in names stay what they are."""
+    """Make a source's path absolute for the job's machines; keep built-in names."""
     if is_task(source):
         return absolute_task(source)
     known = source.removesuffix(".yaml") in builtin_configs()

@@ -1,16 +1,18 @@
-"""Manifests for Kubernetes, 1.29 or newer, in one stream.
+"""Render manifests for Kubernetes 1.29 or newer, in one stream.
 
-mesh plane          Service (headless), NetworkPolicy, Job (Indexed): pod i is rank i, and finds rank 0 at NAME-0.NAME
-  several workers   in a pod, or --elastic: the same Job, where each pod runs `train --elastic` and pod 0 leads
-elastic plane       Service and Job of the server, Job (Indexed) of the workers, one in each pod; its size may be changed
-always              ConfigMap: the resolved configuration; Secret: the token, only when it was asked for
+mesh plane          Service (headless), NetworkPolicy, Job (Indexed): pod i is rank i, rank 0 is at NAME-0.NAME
+  --elastic, or     the same Job, where each pod runs `train --elastic` and pod 0 leads
+  several workers
+  in a pod
+elastic plane       Service and Job of the server, Job (Indexed) of the workers, one in each pod; it can be scaled
+always              ConfigMap: the resolved configuration; Secret: the token, only on request
 
-a rank's pod is evicted   all save and end; another takes its place and they go on, and it does not count as a failure
-the server's is evicted   it gets no SIGTERM (_UNTOLD); its workers wait, and the next one goes on from the journal
-a worker's is evicted     the others go on; another takes its place
-a rank dies               the others end; all are started again and go on from the last checkpoint, --max-restarts times
-the server's input is     the Job fails at once, starting it again would not help
-  wrong (status 2)
+a rank's pod is evicted   all save and end; a replacement starts and they resume; not counted as a failure
+the server's is evicted   it gets no SIGTERM (_NO_SIGTERM); its workers wait, and its replacement resumes from the journal
+a worker's is evicted     the others continue; a replacement joins
+a rank dies               all restart from the last checkpoint, up to --max-restarts times
+the server exits with     the Job fails at once: a restart would not fix a user error
+  status 2
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from smolcluster.config import dump
 from smolcluster.errors import UserError
 from smolcluster.launch.batch import containers
 from smolcluster.launch.batch.containers import CONFIG, DATA, SERVER_PORT, USER
-from smolcluster.launch.batch.job import MEET_PORT, RANK_PORT, BatchJob, check_dns_name
+from smolcluster.launch.batch.job import RANK_PORT, RENDEZVOUS_PORT, BatchJob, check_dns_name
 from smolcluster.launch.batch.text import mebibytes, to_stream
 from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.launch.restart.plan import MAX_RESTARTS, ElasticRange, check_restartable
@@ -33,32 +35,32 @@ from smolcluster.launch.restart.plan import MAX_RESTARTS, ElasticRange, check_re
 Manifest = dict[str, Any]
 
 DEFAULT_MEMORY = 4 * 2**30  # for each worker
-LONGEST_NAME = 50  # with `-worker-1234` behind it, it is still the name of a host
+LONGEST_NAME = 50  # so that NAME-worker-1234 is still a host name
 CONTAINER = "smolcluster"
 KEY = "token"  # in the secret
-INDEX = "$(JOB_COMPLETION_INDEX)"  # Kubernetes fills it in
-PULL_S = 900  # ranks, and launchers, wait so long for one whose node still pulls the image
+INDEX = "$(JOB_COMPLETION_INDEX)"  # expanded by Kubernetes
+PULL_S = 900  # join timeout, while other nodes still pull the image
 
-# The name of pod 0 is known a little after the pod itself, and who leads must know that it is meant.
+# DNS has the name of pod 0 a little later than the pod starts; pod 0 must resolve it to see that it leads.
 _AWAIT_NAME = """\
 until getent hosts "$LEADER" >/dev/null; do sleep 1; done
 exec "$@"
 """
-# A server that gets SIGTERM sends its workers home, and they would not come back to the one that takes its place. So it gets
-# none: a shell without a trap is the first process here, and the kernel delivers no signal to that but SIGKILL.
-_UNTOLD = '"$@" || exit $?\n'
-_UNTOLD_S = 1
+# At SIGTERM a server tells its workers to exit, and they would not join its replacement. So it must get none: a shell without a
+# trap is PID 1 here, and the kernel delivers only SIGKILL to that.
+_NO_SIGTERM = '"$@" || exit $?\n'
+_NO_SIGTERM_S = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesSettings:
-    """What only Kubernetes wants to know."""
+    """Kubernetes' part of the job."""
 
     image: str
     namespace: str | None = None
-    claim: str | None = None  # of a volume that all pods can write; None: each has its own, which goes with it
-    secret: str | None = None  # that has the token; None: NAME-token
-    token: str | None = None  # a manifest of the secret is written, with this in it
+    claim: str | None = None  # PersistentVolumeClaim that all pods can write; None: an emptyDir for each
+    secret: str | None = None  # Secret with the token; None: NAME-token
+    token: str | None = None  # None: write no Secret
     node_selector: tuple[tuple[str, str], ...] = ()
     max_restarts: int = MAX_RESTARTS
 
@@ -69,11 +71,11 @@ class KubernetesSettings:
 def check(job: BatchJob, settings: KubernetesSettings) -> None:
     check_dns_name(job.name, longest=LONGEST_NAME)
     if settings.namespace is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", settings.namespace):
-        rule = "small letters, digits and '-', 63 at most, without '.'"
+        rule = "at most 63 lower-case letters, digits and '-', without '.'"
         raise UserError(f"--namespace '{settings.namespace}' is not a namespace in Kubernetes: {rule}")
     for option, name in (("--claim", settings.claim), ("--secret", settings.secret)):
         if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
-            raise UserError(f"{option} '{name}' is not a name in Kubernetes: small letters, digits, '-' and '.'")
+            raise UserError(f"{option} '{name}' is not a name in Kubernetes: lower-case letters, digits, '-' and '.'")
     containers.check_image(settings.image)
     containers.check_paths(job)
     if settings.max_restarts < 0:
@@ -84,33 +86,32 @@ def check(job: BatchJob, settings: KubernetesSettings) -> None:
             f"with --gpus {min(1, job.gpus_per_node)}"
         )
     if not needs_token(job) and (settings.token or settings.secret):
-        raise UserError("the ranks of the mesh plane have no token: leave out --secret and --token-from-...")
+        raise UserError("the ranks of the mesh plane use no token: remove --secret and --token-from-...")
     if job.task is not None:
         check_task(job.task, image=settings.image)
-    if together(job) is not None:
+    if elastic_range(job) is not None:
         check_restartable(job.config, job.plane)
 
 
 def check_task(task: str, *, image: str) -> None:
-    """As the user has written it: a relative path is of this machine."""
+    """Refuse a relative path: it is on this machine, not in the image."""
     if not task.startswith("/"):
         raise UserError(
-            f"the task {task} is a file of this machine, and code does not travel: build an image that has it (FROM {image}, "
-            f"COPY) and name it as it is called there, such as /app/{task.rpartition('/')[2]}"
+            f"the task {task} is a file on this machine: build an image that contains it (FROM {image}, COPY) and give its "
+            f"path there, such as /app/{task.rpartition('/')[2]}"
         )
 
 
 def parse_selector(text: str) -> tuple[str, str]:
-    """`key=value`."""
     label = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
     if not re.fullmatch(rf"({label}/)?{label}={label}", text):
-        raise UserError(f"--node-selector '{text}' is not a label of nodes, such as disktype=ssd")
+        raise UserError(f"--node-selector '{text}' is not a node label, such as disktype=ssd")
     key, _, value = text.partition("=")
     return key, value
 
 
 def render(job: BatchJob, settings: KubernetesSettings) -> str:
-    """The whole stream, in the order in which things are needed."""
+    """Return the manifests as one stream, dependencies first."""
     return to_stream(manifests(job, settings))
 
 
@@ -126,26 +127,26 @@ def manifests(job: BatchJob, settings: KubernetesSettings) -> Iterator[Manifest]
         yield _server(job, settings)
         yield _workers(job, settings)
     else:
-        port = MEET_PORT if together(job) else RANK_PORT
+        port = RENDEZVOUS_PORT if elastic_range(job) else RANK_PORT
         yield _service(job, settings, job.name, component="rank", port=port)
-        yield _only_each_other(job, settings)
+        yield _network_policy(job, settings)
         yield _ranks(job, settings)
 
 
-def together(job: BatchJob) -> ElasticRange | None:
-    """How the launchers of the pods work together, where a pod is more than one rank or may be missed."""
+def elastic_range(job: BatchJob) -> ElasticRange | None:
+    """Return the `--elastic` range of the pods' launchers; None where each pod is one fixed rank."""
     if job.plane == "mesh" and job.elastic is None and job.workers_per_node > 1:
         return ElasticRange(min_workers=job.workers, max_workers=job.workers, local_workers=job.workers_per_node)
     return job.elastic
 
 
 def needs_token(job: BatchJob) -> bool:
-    """Members of the elastic plane prove themselves by it, and launchers of `train --elastic`."""
-    return job.plane == "elastic" or together(job) is not None
+    """Return whether members authenticate by a token: on the elastic plane, and launchers of `train --elastic`."""
+    return job.plane == "elastic" or elastic_range(job) is not None
 
 
 def secret_command(job: BatchJob, settings: KubernetesSettings) -> str:
-    """How the secret is made without the token on any screen."""
+    """Return the command that makes the Secret without printing the token."""
     where = f" --namespace {settings.namespace}" if settings.namespace else ""
     create = f"kubectl create secret generic {settings.secret_name(job)}{where} --from-file={KEY}=/dev/stdin"
     return f"smolcluster token new --show-only | {create}"
@@ -168,7 +169,7 @@ def _labels(job: BatchJob, *, component: str | None = None) -> dict[str, str]:
 
 
 def _service(job: BatchJob, settings: KubernetesSettings, name: str, *, component: str, port: int) -> Manifest:
-    """Headless: it only gives pods names. Also before they are ready: they are waited for by others."""
+    """Return a headless Service, which gives pods DNS names, also before they are ready."""
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -178,8 +179,8 @@ def _service(job: BatchJob, settings: KubernetesSettings, name: str, *, componen
     return _manifest("v1", "Service", name, job, settings, spec=spec)
 
 
-def _only_each_other(job: BatchJob, settings: KubernetesSettings) -> Manifest:
-    """torch.distributed does not authenticate its peers."""
+def _network_policy(job: BatchJob, settings: KubernetesSettings) -> Manifest:
+    """Return a NetworkPolicy for the job's pods only: torch.distributed does not authenticate its peers."""
     mine = {"podSelector": {"matchLabels": _labels(job)}}
     spec = {**mine, "policyTypes": ["Ingress"], "ingress": [{"from": [mine]}]}
     return _manifest("networking.k8s.io/v1", "NetworkPolicy", job.name, job, settings, spec=spec)
@@ -190,10 +191,10 @@ def _ranks(job: BatchJob, settings: KubernetesSettings) -> Manifest:
     command = containers.train_command(job)
     start: str | None = None
     env = {}
-    if (elastic := together(job)) is not None:
+    if (elastic := elastic_range(job)) is not None:
         start, env = _AWAIT_NAME, {"LEADER": leader}
         command += ["--workers", str(elastic.local_workers), "--elastic", str(elastic)]
-        command += ["--rdzv-endpoint", f"{leader}:{MEET_PORT}", "--max-restarts", str(settings.max_restarts)]
+        command += ["--rdzv-endpoint", f"{leader}:{RENDEZVOUS_PORT}", "--max-restarts", str(settings.max_restarts)]
     else:
         command += ["--world-size", str(job.workers), "--rank", INDEX]
         command += ["--master-addr", leader, "--master-port", str(RANK_PORT)]
@@ -206,8 +207,8 @@ def _ranks(job: BatchJob, settings: KubernetesSettings) -> Manifest:
 
 def _server(job: BatchJob, settings: KubernetesSettings) -> Manifest:
     command = containers.server_command(job)
-    pod = _pod(job, settings, component="server", command=command, start=_UNTOLD, gpus=0)
-    pod["spec"]["terminationGracePeriodSeconds"] = _UNTOLD_S
+    pod = _pod(job, settings, component="server", command=command, start=_NO_SIGTERM, gpus=0)
+    pod["spec"]["terminationGracePeriodSeconds"] = _NO_SIGTERM_S
     return _job(job, settings, f"{job.name}-server", pod, pods=1, fail_on=[UserError.exit_code])
 
 
@@ -239,7 +240,7 @@ def _job(
     spec: Manifest = {"completions": pods, "parallelism": pods}
     if indexed:
         spec["completionMode"] = "Indexed"
-    spec["backoffLimit"] = settings.max_restarts * pods  # when one rank dies all end, and each of them counts
+    spec["backoffLimit"] = settings.max_restarts * pods  # when one rank dies all pods fail, and each counts
     if job.time_limit_s is not None:
         spec["activeDeadlineSeconds"] = job.time_limit_s
     spec["podFailurePolicy"] = {"rules": rules}
@@ -316,14 +317,14 @@ def _volumes(job: BatchJob, settings: KubernetesSettings, *, gpus: int) -> tuple
         {"name": "data", "mountPath": DATA},
         {"name": "tmp", "mountPath": "/tmp"},
     ]
-    if gpus:  # NCCL wants more shared memory than the 64 MB that there are by default
+    if gpus:  # NCCL needs more shared memory than the default 64 MB
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     return volumes, mounts
 
 
 def _resources(job: BatchJob, *, gpus: int) -> Manifest:
-    """Requested and limited alike: such pods are the last to be evicted."""
+    """Return equal requests and limits: such pods are evicted last."""
     workers = job.workers_per_node
     memory = job.memory_bytes if job.memory_bytes is not None else DEFAULT_MEMORY * workers
     wanted = {"cpu": str((job.cpus_per_worker or 1) * workers), "memory": f"{mebibytes(memory)}Mi"}

@@ -1,12 +1,12 @@
-"""A job file for Slurm.
+"""Render an sbatch file for Slurm.
 
-mesh plane       srun starts one task for every rank; each finds its place in Slurm's variables (launch/environment.py)
-elastic plane    the batch script, which runs on the first node, is the server; srun starts the workers, on that node too
+mesh plane       srun starts one task for every rank; each reads its rank from Slurm's variables (launch/environment.py)
+elastic plane    the batch script on the first node runs the server; srun starts the workers, also on that node
 
-the time limit is near     Slurm sends USR1 to the script: the run saves and ends, and the job is queued again
-the job is cancelled       Slurm sends TERM to every process: the run saves and ends
-queued or submitted again  the run in its folder goes on from what it saved; all nodes must see that folder
-the run ends               so does the job, with its exit status
+near the time limit     Slurm sends USR1 to the script: the run saves and ends, and the job is requeued
+job cancelled           Slurm sends TERM to every process: the run saves and ends
+job requeued            the run resumes from its folder, which all nodes must see
+run ended               the job ends with the run's exit status
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from smolcluster.launch.batch.text import mebibytes, slurm_time
 from smolcluster.launch.environment import FIRST_PORT, NUM_PORTS
 
 GRACE_S = 120  # before the time limit
-OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that each node has for itself
+OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders local to each node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmSettings:
-    """What only Slurm wants to know. Paths hold on every node."""
+    """Slurm's part of the job. Paths are valid on every node."""
 
     run_dir: Path
-    folder: Path  # where commands run, and the output is written
+    folder: Path  # working directory, also of the output
     python: str
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
-    options: tuple[str, ...] = ()  # more of sbatch's
-    setup: tuple[str, ...] = ()  # lines of shell before anything starts
+    options: tuple[str, ...] = ()  # further options of sbatch
+    setup: tuple[str, ...] = ()  # shell lines to run first
     requeue: bool = True
     grace_s: int | None = None
     token_file: Path | None = None
-    shared: tuple[Path, ...] = ()  # folders that all nodes see, though their names do not say so
+    shared: tuple[Path, ...] = ()  # folders below OF_A_NODE that all nodes see
 
 
 def check(job: BatchJob, settings: SlurmSettings, *, resume: bool = False) -> None:
-    """What must hold of the files of this machine, which are those of the nodes."""
+    """Check the run directory, paths and token file on this machine, which shares its files with the nodes."""
     if not resume and RunDir(settings.run_dir).holds_a_run():
         raise UserError(
-            f"{settings.run_dir} already holds a run; say --resume to go on with it, or choose another --name or --run-dir"
+            f"{settings.run_dir} already holds a run; resume it with --resume, or choose another --name or --run-dir"
         )
     if job.nodes > 1:
         data = job.config.data
@@ -62,12 +62,12 @@ def check(job: BatchJob, settings: SlurmSettings, *, resume: bool = False) -> No
             _check_shared(what, path, settings.shared)
     if settings.token_file is not None:
         if job.plane == "mesh":
-            raise UserError("--token-file: the ranks of the mesh plane have no token; leave it out")
+            raise UserError("--token-file has no effect: the ranks of the mesh plane use no token; remove it")
         from smolcluster.comm.elastic.transport.security import TokenFile
 
         if not TokenFile(settings.token_file).entries():
             raise UserError(
-                f"--token-file {settings.token_file}: there is no token in it; make one with "
+                f"--token-file {settings.token_file} contains no token; make one with "
                 f"(umask 077; smolcluster token new --show-only > {settings.token_file})"
             )
 
@@ -79,13 +79,12 @@ def _check_shared(what: str, path: str, shared: tuple[Path, ...]) -> None:
     local = next((folder for folder in OF_A_NODE if path and below(folder)), None)
     if local is not None and not any(map(below, shared)):
         raise UserError(
-            f"{what} {path}: every node has its own {local}, and all must see this; move it to a shared folder, or say "
-            f"--shared {PurePath(path).parent} if that is one"
+            f"{what} {path}: {local} is local to each node; move it to a shared folder, or give --shared "
+            f"{PurePath(path).parent} if all nodes see that"
         )
 
 
 def render(job: BatchJob, settings: SlurmSettings) -> str:
-    """The whole file."""
     _check_lines(job, settings)
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, settings)), "", *_opening(job, settings)]
     if job.plane == "elastic":
@@ -103,10 +102,10 @@ def _check_lines(job: BatchJob, settings: SlurmSettings) -> None:
             raise UserError(f"{option} '{value}' is not a name")
     for option in settings.options:
         if not option.startswith("-") or "\n" in option:
-            raise UserError(f"--sbatch '{option}': one option of sbatch, such as --sbatch=--gres=gpu:a100:2")
+            raise UserError(f"--sbatch '{option}': give one option of sbatch, such as --sbatch=--gres=gpu:a100:2")
     for path in (settings.folder, settings.run_dir):
         if any(c in str(path) for c in "\n%\\'\"") or str(path) != str(path).strip():
-            raise UserError(f"'{path}': sbatch would not take this for the path of a folder; choose another")
+            raise UserError(f"'{path}': sbatch does not accept this as a path; choose another")
     grace = settings.grace_s
     if grace is not None and not 0 < grace < (job.time_limit_s or 65536):
         raise UserError(f"--grace {grace}: seconds before the time limit; more than 0, and less than --time")
@@ -137,10 +136,10 @@ def _options(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
 
 
 def _opening(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
-    yield f"# {job.told}; written by `smolcluster slurm`."
+    yield f"# {job.summary}; written by `smolcluster slurm`."
     yield "# Submit it again to go on with a run that was stopped."
     yield ""
-    yield from settings.setup  # before the next line: what sites provide does not always bear it
+    yield from settings.setup  # before `set -euo pipefail`, which site scripts may not survive
     yield "set -euo pipefail"
     yield ""
     yield f"run_dir={shlex.quote(str(settings.run_dir))}"
@@ -151,7 +150,7 @@ def _opening(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
 
 
 def _arguments(job: BatchJob) -> str:
-    """Of `train` or `server`: what the user said, and how many workers there are."""
+    """Return the arguments of `train` or `server`: the user's, and the number of workers."""
     words = ["server" if job.plane == "elastic" else "train", *job.sources]
     said = {"--strategy": job.strategy, "--steps": job.steps, "--seed": job.seed, "--backend": job.backend}
     for flag, value in said.items():
@@ -179,7 +178,7 @@ trap : TERM
 
 
 def _srun(job: BatchJob) -> str:
-    """Ranks that are done, or have saved, leave at different times: none of that is a reason to end the others."""
+    """Return the srun command. Ranks exit at different times; that must not end the others."""
     words = ["srun", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
     words += [f"--ntasks={job.workers}", f"--ntasks-per-node={job.workers_per_node}"]
     if job.cpus_per_worker is not None:
@@ -192,7 +191,7 @@ def _ranks(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
     yield "run=$!"
     yield ""
     yield (_STOPPED if settings.requeue else _STOPPED_FOR_GOOD).format(stop='scancel --signal=TERM "$SLURM_JOB_ID"')
-    yield 'while kill -0 "$run" 2>/dev/null; do sleep 1 || :; done'  # it is also told to end when the job is cancelled
+    yield 'while kill -0 "$run" 2>/dev/null; do sleep 1 || :; done'  # `sleep` gets the TERM of a cancelled job, too
 
 
 def _server_and_workers(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:

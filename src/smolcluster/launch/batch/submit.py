@@ -1,4 +1,4 @@
-"""Job files written and handed over. Only what is here leaves the process."""
+"""Write job files and submit them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smolcluster.errors import SmolclusterError, UserError
 
 
 def write(text: str, out: Path, *, private: bool = False) -> None:
-    """`private`: only its owner may read it."""
+    """Write a job file. `private`: readable by its owner only."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if private:
@@ -24,13 +24,13 @@ def write(text: str, out: Path, *, private: bool = False) -> None:
 
 
 def call(command: Sequence[str], *, where: str, text: str | None = None) -> str:
-    """What the program says. `text` is its input; `where` says on which machine it is to be had."""
+    """Run a submit command and return its output. `text`: its input; `where`: the remedy if it is not installed."""
     if shutil.which(command[0]) is None:
         raise UserError(
-            f"--submit: there is no {command[0]} here; {where}, or leave out --submit and take the file there"
+            f"--submit: {command[0]} is not installed here; {where}, or remove --submit and copy the file there"
         )
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
-        raise SmolclusterError(f"{command[0]} refuses: {said}")
+        raise SmolclusterError(f"{command[0]} failed: {said}")
     return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""Text that other programs read: YAML in its oldest dialect, times and sizes."""
+"""Text for other programs: conservative YAML, times and sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from smolcluster.errors import UserError
 
-# Whatever is not plainly a word is quoted: a reader of YAML 1.1 takes `on` for true, others take 1e3 for a number.
+# Everything but plain words is quoted: YAML 1.1 reads `on` as true, other readers 1e3 as a number.
 _WORD = re.compile(r"(--|\./)?[A-Za-z/][A-Za-z0-9_./:-]*")
 _NO_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
@@ -20,7 +20,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)  # lists stand below their key, not under it
+        super().increase_indent(flow, False)  # indent lists below their key
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
@@ -34,17 +34,17 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(value: Any) -> str:
-    """One document, keys in the order they have."""
+    """Return one document, with keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def to_stream(documents: Iterable[Any]) -> str:
-    """Several documents in one text."""
+    """Return several documents as one stream."""
     return "---\n".join(map(to_yaml, documents))
 
 
 def parse_time(text: str) -> int:
-    """Seconds of a time limit as Slurm writes it: `90` (minutes), `1:30:00`, `2-12:00:00` (days first)."""
+    """Return the seconds of a Slurm time limit: `90` (minutes), `1:30:00`, `2-12:00:00` (days first)."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d\d))?(?::(\d\d))?", text.strip())
     seconds = 0
     if found is not None:
@@ -56,13 +56,13 @@ def parse_time(text: str) -> int:
         seconds = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + more
     if seconds < 1:
         raise UserError(
-            f"--time '{text}' is not a time limit; write it as 30 (minutes), 1:30:00 (hours) or 2-12:00:00 (days first)"
+            f"--time '{text}' is not a time limit; give 30 (minutes), 1:30:00 (hours) or 2-12:00:00 (days first)"
         )
     return seconds
 
 
 def slurm_time(seconds: int) -> str:
-    """`1-02:00:00`."""
+    """Format seconds as Slurm does: `1-02:00:00`."""
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -70,5 +70,5 @@ def slurm_time(seconds: int) -> str:
 
 
 def mebibytes(num_bytes: int) -> int:
-    """Rounded up: who asks for memory gets at least that."""
+    """Round up to MiB."""
     return -(-num_bytes // 2**20)

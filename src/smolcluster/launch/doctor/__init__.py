@@ -1,9 +1,9 @@
-"""`smolcluster doctor`: which layer fails, and what to do about it.
+"""`smolcluster doctor`: find the layer that fails, and its remedy.
 
-    layers.py    every layer, what may be wrong with it and the remedy: the table behind the docs' troubleshooting page
-    here.py      this machine
-    there.py     a server somewhere, by HOST:PORT
-    cluster.py   the machines of a cluster file, and the paths between them
+    layers.py    all layers with their known problems and remedies, also for the docs' troubleshooting page
+    machine.py   checks of this machine
+    server.py    checks of a server, by HOST:PORT
+    cluster.py   checks of the machines of a cluster file, and of the paths between them
 
-A finding is good, a warning or bad. Nothing is changed anywhere.
+Each check yields findings: good, warning or bad. Nothing is changed anywhere.
 """

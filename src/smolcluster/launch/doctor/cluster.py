@@ -1,4 +1,4 @@
-"""The machines of a cluster file, each layer of each, and the paths from every machine to the one that leads."""
+"""Check every layer of every machine of a cluster file, and the paths to the lead's machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smolcluster.launch.cluster.request import requirements_of
 from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, bad, good, remedy, warning
 from smolcluster.observe.text import size
 
-# What a connection over ssh says of its failure.
+# HostError.layer -> layer
 _LAYERS = {
     "name": Layer.NAME,
     "route": Layer.ROUTE,
@@ -26,12 +26,12 @@ _LAYERS = {
     "disk": Layer.DISK,
     "clock": Layer.CLOCK,
 }
-# How `knock` of agent/machine.py names its failures.
+# Kinds of failure of `knock` (agent/machine.py) -> layer
 _KNOCKS = {"name": Layer.NAME, "refused": Layer.PORT, "silent": Layer.FIREWALL, "route": Layer.ROUTE}
-# What to do where the failure itself does not say.
+# Remedies of HostErrors without one
 _MEND = {
     "name": remedy(Layer.NAME),
-    "route": "is it switched on, and its network up? Try again",
+    "route": "check that it is on and its network is up",
     "login": remedy(Layer.SSH, 3),
 }
 
@@ -79,7 +79,7 @@ def _machine(layout: ClusterLayout, name: str, seen: Mapping[str, Any]) -> list[
 
 
 async def _torches(hosts: Mapping[str, Host], needs: list[str]) -> dict[str, dict[str, str | None]]:
-    """Of torch, the version that each would `use`, or the one that is `there` and does not do."""
+    """Return each host's torch version: `used`, or the one that is `there` but lacks other requirements."""
 
     async def one(host: Host) -> dict[str, str | None]:
         with contextlib.suppress(HostError):
@@ -101,7 +101,7 @@ def _versions(torches: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
         version, there = versions["used"], versions["there"]
         if version is None:
             wanted = next(text for text in requirements(extras=[]) if text.startswith("torch"))
-            now = "not there yet" if there is None else f"torch {there} is there, not all that is needed"
+            now = "not installed" if there is None else f"torch {there} is installed, other requirements are missing"
             found.append(good(Layer.TORCH, f"{now}; `up` makes an environment with {wanted}", host=name))
         elif len(known) > 1:
             others = ", ".join(sorted(known - {version.partition("+")[0]}))
@@ -112,7 +112,7 @@ def _versions(torches: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
 
 
 async def _paths(layout: ClusterLayout, hosts: Mapping[str, Host]) -> list[Finding]:
-    """The lead listens for a moment, the others knock."""
+    """Let the lead listen for a moment and the others connect."""
     lead = layout.lead.host
     bind, port = layout.listens
     found: list[Finding] = []
@@ -123,7 +123,7 @@ async def _paths(layout: ClusterLayout, hosts: Mapping[str, Host]) -> list[Findi
         talk = listener.talk("listen", bind=bind, port=port, within_s=20.0)
         opened = await anext(talk)
         if "listening" not in opened:
-            return found  # the server runs already, or the port is taken, which is reported above
+            return found  # the server runs already, or the port is taken, which `problems_of` reports
         knocks = await asyncio.gather(
             *(host.ask("knock", address=layout.addresses[host.name], port=port) for host in others),
             return_exceptions=True,
@@ -140,7 +140,7 @@ async def _paths(layout: ClusterLayout, hosts: Mapping[str, Host]) -> list[Findi
         else:
             layer = _KNOCKS[knock["kind"]]
             path = next((path for path in layout.paths if path.source == host.name), None)
-            lost = layer in (Layer.ROUTE, Layer.FIREWALL)  # a refusal has come all the way back
+            lost = layer in (Layer.ROUTE, Layer.FIREWALL)  # a refusal proves the path
             mend = "; ".join(path.commands()) if lost and path is not None else ""
             found.append(bad(layer, f"cannot reach {lead} at {address}: {knock['words']}", mend, host=host.name))
     return found

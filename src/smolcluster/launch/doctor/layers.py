@@ -1,4 +1,4 @@
-"""The layers between two machines that want to train together, from the lowest up; what goes wrong in each; the remedy.
+"""The layers between two machines, from the lowest up, with known problems and remedies.
 
 One table for the command and for docs/troubleshooting.md, which `python -m tools.reference docs` writes.
 """
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class KnownProblem:
-    """What may be seen in a layer, why, and what to do."""
+    """A message, its cause and the remedy."""
 
     sign: str
     cause: str
@@ -52,7 +52,7 @@ class KnownProblem:
 TROUBLES: dict[Layer, list[KnownProblem]] = {
     Layer.NAME: [
         KnownProblem(
-            "no machine is called ...",
+            "the name ... does not resolve",
             "the name is not in DNS, /etc/hosts or ~/.ssh/config",
             "use the address; between Macs and Linux machines with Avahi, NAME.local often works",
         )
@@ -67,7 +67,7 @@ TROUBLES: dict[Layer, list[KnownProblem]] = {
     Layer.FIREWALL: [
         KnownProblem(
             "no answer in some seconds, although the machine answers ssh",
-            "a firewall drops what comes for that port",
+            "a firewall drops packets to that port",
             "Linux: sudo ufw allow PORT/tcp; macOS: System Settings, Network, Firewall, allow Python; Windows: "
             "New-NetFirewallRule -DisplayName smolcluster -Direction Inbound -Protocol TCP -LocalPort PORT -Action Allow",
         )
@@ -80,18 +80,18 @@ TROUBLES: dict[Layer, list[KnownProblem]] = {
         ),
         KnownProblem(
             "address already in use",
-            "another program has the port, perhaps a run that was not ended",
+            "another program has the port, perhaps an earlier run",
             "smolcluster down; or choose another port, as cluster.port",
         ),
     ],
     Layer.SERVER: [
         KnownProblem(
-            "that is no server of smolcluster",
+            "not a smolcluster server",
             "another program has this port",
-            "is it the port that the server names in `listening on`? On the mesh plane there is no server to ask",
+            "use the port that the server prints in `listening on`; the mesh plane has no server to check",
         ),
         KnownProblem(
-            "that server speaks version ... of the protocol",
+            "the server speaks protocol version ...",
             "the machines have different versions of smolcluster",
             "install the same version of smolcluster on both",
         ),
@@ -99,40 +99,40 @@ TROUBLES: dict[Layer, list[KnownProblem]] = {
     Layer.SSH: [
         KnownProblem(
             "the host key has CHANGED",
-            "the machine was set up anew, or another one has its address",
+            "the machine was reinstalled, or another one has its address",
             "if you know why: ssh-keygen -R HOST, then connect once by hand",
         ),
         KnownProblem(
             "... is not in known_hosts",
-            "ssh has never been there",
-            "ssh HOST once, or --accept-new, which `cluster init`, `cluster check` and `up` have",
+            "ssh has never connected to it",
+            "ssh HOST once, or use --accept-new of `cluster init`, `cluster check` and `up`",
         ),
         KnownProblem("does not accept your key", "your public key is not on that machine", "ssh-copy-id USER@HOST"),
         KnownProblem(
             "ssh to ... failed: Connection lost",
-            "it was reached and then hung up: the port is not that of ssh, or its sshd turns connections away",
-            "see what it says: ssh -v HOST",
+            "the peer closed the connection: the port is not that of ssh, or its sshd refuses",
+            "see its messages: ssh -v HOST",
         ),
     ],
     Layer.MDNS: [
         KnownProblem(
             "machines that `join` are not found",
-            "multicast does not pass: another subnet, a guest network, a VPN, a container",
+            "multicast is blocked: another subnet, a guest network, a VPN, a container",
             "use the address instead: smolcluster worker ... --server HOST:PORT",
         )
     ],
     Layer.CLOCK: [
         KnownProblem(
             "its clock is ... ahead",
-            "no time service runs there, or a Raspberry Pi was off for long",
+            "no time service runs there, or a Raspberry Pi was off for a long time",
             "sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com; Windows: w32tm /resync)",
         )
     ],
     Layer.PYTHON: [
         KnownProblem(
             "there is no Python, or it is older than 3.11",
-            "ssh finds another Python than a terminal does",
-            "install one, and name it as hosts.NAME.python in the cluster file",
+            "ssh uses another PATH than a terminal",
+            "install one, and set hosts.NAME.python in the cluster file",
         )
     ],
     Layer.TORCH: [
@@ -144,14 +144,14 @@ TROUBLES: dict[Layer, list[KnownProblem]] = {
     ],
     Layer.DISK: [
         KnownProblem(
-            "only ... of disk are free",
+            "... of disk are free, ... are needed",
             "checkpoints, caches, an environment (torch takes 1 to 5 GB)",
-            "make room, or set hosts.NAME.folder to another disk; keep fewer: training.max_checkpoints_to_keep",
+            "free some, or set hosts.NAME.folder to another disk; keep fewer: training.max_checkpoints_to_keep",
         )
     ],
     Layer.GPU: [
         KnownProblem(
-            "there is an NVIDIA GPU, and torch cannot use it",
+            "there is an NVIDIA GPU, but torch cannot use it",
             "the driver does not run, or is older than the CUDA that torch was built for",
             "nvidia-smi must work first; then install a torch for that driver, or update it",
         )
@@ -160,7 +160,7 @@ TROUBLES: dict[Layer, list[KnownProblem]] = {
         KnownProblem(
             "the cluster token is missing or not the one used here",
             "the machines have different tokens, or one has none",
-            "compare the ids: smolcluster token show; hand yours on: smolcluster token show --secret | ssh HOST smolcluster "
+            "compare the ids: smolcluster token show; copy yours: smolcluster token show --secret | ssh HOST smolcluster "
             "token add",
         ),
         KnownProblem(

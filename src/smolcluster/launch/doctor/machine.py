@@ -1,4 +1,4 @@
-"""What is wrong with this machine."""
+"""Check this machine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from smolcluster.observe.text import size
 
 ROOM_BYTES = 2 << 30
 ANSWER_S = 120.0  # torch from a slow disk takes a while
-_SILENT = "no answer; the driver is stuck"
+_SILENT = "no answer; the driver hangs"
 
-# In a process of its own: a broken torch or driver may end it.
+# In a process of its own: a broken torch or driver may crash it.
 _ASK_TORCH = """
 import json, torch
 cuda = torch.cuda.is_available()
@@ -37,7 +37,7 @@ print(json.dumps({
 
 
 def examine() -> Iterator[Finding]:
-    yield good(Layer.PYTHON, f"Python {platform.python_version()}")  # an older one than we need does not get here
+    yield good(Layer.PYTHON, f"Python {platform.python_version()}")
     yield from _torch_and_gpu()
     yield _disk()
     yield _name()
@@ -48,7 +48,7 @@ def examine() -> Iterator[Finding]:
 def _torch_and_gpu() -> Iterator[Finding]:
     asked = _said_by([sys.executable, "-c", _ASK_TORCH])
     if asked is None:
-        yield bad(Layer.GPU, f"torch asks for a GPU: {_SILENT}")
+        yield bad(Layer.GPU, f"torch.cuda.is_available(): {_SILENT}")
         return
     if asked.returncode != 0:
         words = (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
@@ -73,7 +73,7 @@ def _torch_and_gpu() -> Iterator[Finding]:
 
 
 def _said_by(command: list[str]) -> subprocess.CompletedProcess[str] | None:
-    """None: it says nothing, as one who waits for a driver that is stuck."""
+    """Run a command; None if it times out, as with a driver that hangs."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     return None
@@ -90,22 +90,20 @@ def _name() -> Finding:
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError:
-        return warning(
-            Layer.NAME, f"this machine is called {name}, which it does not know itself; training works by address"
-        )
+        return warning(Layer.NAME, f"this machine cannot resolve its own name {name}; training works by address")
     return good(Layer.NAME, f"{name} is {', '.join(found)}")
 
 
 def _token() -> Finding:
     if importlib.util.find_spec("cryptography") is None:
-        what = "beyond this machine a token is needed, and the package for it is missing"
+        what = "runs on several machines need a token, and the package 'cryptography' is not installed"
         return warning(Layer.TOKEN, what, "pip install 'smolcluster[cluster]'")
     from smolcluster.comm.elastic.transport.security import Keyring, find_tokens
 
     try:
         found = find_tokens(None, os.environ)
         if found is None:
-            what = "no token here: only this machine can take part"
+            what = "no token here: runs are limited to this machine"
             return warning(Layer.TOKEN, what, "smolcluster token new, or token add for one that exists")
         keyring = Keyring((entry.token for entry in found[1]), source=found[0])
     except SmolclusterError as error:
@@ -115,9 +113,9 @@ def _token() -> Finding:
 
 def _mdns() -> Finding:
     if importlib.util.find_spec("zeroconf") is None:
-        return warning(Layer.MDNS, "machines are not found by themselves", "pip install 'smolcluster[launch]'")
+        return warning(Layer.MDNS, "machines are not discovered without zeroconf", "pip install 'smolcluster[launch]'")
     problem = ""
-    for address in own_addresses():  # one link that carries it is enough, and it need not be the way out
+    for address in own_addresses():  # one link with multicast is enough
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "SO_REUSEPORT"):
@@ -126,7 +124,7 @@ def _mdns() -> Finding:
                 probe.bind(("", 5353))
                 group = socket.inet_aton("224.0.0.251") + socket.inet_aton(address)
                 probe.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
-                return good(Layer.MDNS, "multicast DNS can be used")
+                return good(Layer.MDNS, "multicast DNS works")
             except OSError as error:
                 problem = error.strerror or str(error)
-    return warning(Layer.MDNS, f"multicast DNS cannot be used: {problem}")
+    return warning(Layer.MDNS, f"multicast DNS does not work: {problem}")

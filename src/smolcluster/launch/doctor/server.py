@@ -1,9 +1,9 @@
-"""A server somewhere, seen from here: name, route, firewall, port, server, token, in this order; the first that fails ends it.
+"""Check a server by HOST:PORT: name, route, firewall, port, server, token, in this order, up to the first failure.
 
-The doctor sends the first message of a TLS handshake, which each kind of server answers in its own way:
+The doctor sends a TLS ClientHello; the answer tells the kind of server:
 
-    TLS, with a certificate of ours     a server that has a token; it is ours if its certificate is
-    a frame of ours                     a server without one; the frame tells its version
+    TLS, a smolcluster certificate      a server with a token; the same token if the certificate is the same
+    a smolcluster frame                 a server without a token; the frame has its version
     anything else, or nothing           another program
 """
 
@@ -29,16 +29,16 @@ from smolcluster.observe.text import printable
 
 ANSWER_S = 5.0
 _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL}
-_NOBODY = "0" * 16  # the id of no token: a server answers a handshake with it, too
-_TLS = b"\x16"  # how an answer in TLS begins
-_MOST_WORDS = 60  # of another program, on the screen
+_NOBODY = "0" * 16  # the id of no token; a server still answers the handshake
+_TLS = b"\x16"  # first byte of a TLS handshake record
+_MOST_WORDS = 60  # characters of another program's answer to print
 
 Address = tuple[str, int]
 T = TypeVar("T")
 
 
 def classify(error: OSError) -> Layer:
-    """The layer that a failed connection failed in."""
+    """Return the layer in which a connection failed."""
     if isinstance(error, socket.gaierror):
         return Layer.NAME
     if isinstance(error, ConnectionRefusedError):
@@ -53,13 +53,13 @@ def examine(host: str, port: int) -> Iterator[Finding]:
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except (OSError, UnicodeError) as error:
-        yield bad(Layer.NAME, f"no machine is called {host} ({getattr(error, 'strerror', None) or error})")
+        yield bad(Layer.NAME, f"the name {host} does not resolve ({getattr(error, 'strerror', None) or error})")
         return
     yield good(Layer.NAME, f"{host} is {', '.join(addresses)}")
     try:
         with socket.create_connection((host, port), timeout=ANSWER_S) as line:
             yield good(Layer.ROUTE, f"from {line.getsockname()[0]} to {line.getpeername()[0]}")
-            yield good(Layer.PORT, f"somebody listens at {place}")
+            yield good(Layer.PORT, f"{place} accepts connections")
         yield from _meet((host, port))
     except OSError as error:
         words = "no answer in 5 s" if isinstance(error, TimeoutError) else error.strerror or str(error)
@@ -67,7 +67,7 @@ def examine(host: str, port: int) -> Iterator[Finding]:
 
 
 def _meet(place: Address) -> Iterator[Finding]:
-    """Report whether this machine could join the server that listens there. Each of its tokens is tried."""
+    """Check whether this machine could join the server, with each of its tokens."""
     mine: tuple[Credentials, ...] = ()
     answer, problem = None, ""
     try:
@@ -77,17 +77,17 @@ def _meet(place: Address) -> Iterator[Finding]:
             answer = ask(place, known)
             if answer.same is not None or not answer.wants_token:
                 break
-    except SmolclusterError as error:  # a token that cannot be read, or the package for it is missing
+    except SmolclusterError as error:  # an unreadable token, or a missing package
         problem = str(error)
     answer = answer or ask(place)
     if answer.words:
-        yield bad(Layer.SERVER, f"that is no server of smolcluster: {answer.words}")
+        yield bad(Layer.SERVER, f"not a smolcluster server: {answer.words}")
         return
     if answer.version not in (None, VERSION):
-        what = f"that server speaks version {answer.version} of the protocol, and this machine version {VERSION}"
+        what = f"the server speaks protocol version {answer.version}, this machine version {VERSION}"
         yield bad(Layer.SERVER, what, remedy(Layer.SERVER, 1))
         return
-    yield good(Layer.SERVER, f"a server of smolcluster, with{'' if answer.wants_token else 'out'} a token")
+    yield good(Layer.SERVER, f"a smolcluster server with{'' if answer.wants_token else 'out'} a token")
     yield bad(Layer.TOKEN, problem) if problem else _tokens(answer, mine)
 
 
@@ -97,13 +97,13 @@ def _tokens(answer: ServerProbe, mine: tuple[Credentials, ...]) -> Finding:
         return good(Layer.TOKEN, f"both have {answer.same.name}")
     if not mine:
         if answer.wants_token:
-            mend = "take over the server's: there `smolcluster token show --secret`, here `smolcluster token add`"
-            return bad(Layer.TOKEN, "that server wants a token, and there is none here", mend)
-        return good(Layer.TOKEN, "there is none, and none is wanted")
+            mend = "copy the server's: there `smolcluster token show --secret`, here `smolcluster token add`"
+            return bad(Layer.TOKEN, "the server requires a token, and this machine has none", mend)
+        return good(Layer.TOKEN, "no token, and none is required")
     if answer.wants_token:
-        return bad(Layer.TOKEN, f"that server has another token than this machine, which has {names}")
-    mend = "start the server where this token is, or take it away here: smolcluster token show"
-    return bad(Layer.TOKEN, f"that server has no token, and this machine would use {names}", mend)
+        return bad(Layer.TOKEN, f"the server's token is not among this machine's: {names}")
+    mend = "start the server with this token, or remove it here: smolcluster token show"
+    return bad(Layer.TOKEN, f"the server has no token, and this machine would use {names}", mend)
 
 
 # What listens there
@@ -113,14 +113,14 @@ def _tokens(answer: ServerProbe, mine: tuple[Credentials, ...]) -> Finding:
 class ServerProbe:
     wants_token: bool = False
     same: Credentials | None = None  # the token that both have
-    version: int | None = None  # of the protocol, where the answer has it
-    words: str = ""  # of a program that is no server of ours
+    version: int | None = None  # of the protocol, if known
+    words: str = ""  # answer of another program
 
 
 def ask(place: Address, known: Credentials | None = None) -> ServerProbe:
-    """Begin a TLS handshake with this token or none, and classify the answer. Raises OSError when nothing listens any more."""
+    """Begin a TLS handshake with this token or none, and classify the answer. Raises OSError if the connection fails."""
     context = known.client_context() if known is not None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whatever is shown is looked at below
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the certificate is compared below
     name = known.server_name if known is not None else _NOBODY + DOMAIN
     with socket.create_connection(place, timeout=ANSWER_S) as line:
         secure = _Secure(line, context, name)
@@ -130,8 +130,8 @@ def ask(place: Address, known: Credentials | None = None) -> ServerProbe:
         if not first.startswith(_TLS):
             return ServerProbe(words=_said(first))
         certificate = secure.certificate()
-        if certificate is None or DOMAIN.encode() not in certificate:  # its name stands there as text
-            return ServerProbe(words="it speaks TLS, and knows no token")
+        if certificate is None or DOMAIN.encode() not in certificate:  # its name is in there as plain text
+            return ServerProbe(words="it speaks TLS without a smolcluster certificate")
         if known is None or certificate != known.certificate:
             return ServerProbe(wants_token=True)
         with contextlib.suppress(OSError):
@@ -142,7 +142,7 @@ def ask(place: Address, known: Credentials | None = None) -> ServerProbe:
 
 
 class _Secure:
-    """TLS on a connection, of which the first answer is seen as it came."""
+    """TLS on a connection that exposes the raw bytes of the first answer."""
 
     def __init__(self, line: socket.socket, context: ssl.SSLContext, name: str) -> None:
         self._line = line
@@ -150,7 +150,7 @@ class _Secure:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
 
     def begin(self) -> bytes:
-        """Return the first bytes of the peer; none when it closed the connection, or sent nothing for ANSWER_S."""
+        """Return the peer's first bytes; empty if it closed the connection or sent nothing for ANSWER_S."""
         with contextlib.suppress(ssl.SSLWantReadError):
             self._tls.do_handshake()
         first = b""
@@ -162,7 +162,7 @@ class _Secure:
         return first
 
     def certificate(self) -> bytes | None:
-        """Return the certificate of the peer; None when the handshake fails."""
+        """Return the peer's certificate; None if the handshake fails."""
         try:
             self._until(self._tls.do_handshake)
         except OSError:
@@ -174,14 +174,14 @@ class _Secure:
         return self._until(lambda: self._tls.read(PREFIX.size))
 
     def _until(self, work: Callable[[], T]) -> T:
-        """Do it, as often as it wants to read more. Raises OSError."""
+        """Repeat `work` until it needs no more data from the peer. Raises OSError."""
         while True:
             try:
                 done = work()
             except ssl.SSLWantReadError:
                 self._line.sendall(self._outgoing.read())
                 if not (more := self._line.recv(1 << 14)):
-                    raise ConnectionError("it hung up") from None
+                    raise ConnectionError("the peer closed the connection") from None
                 self._incoming.write(more)
             else:
                 self._line.sendall(self._outgoing.read())
@@ -197,4 +197,4 @@ def _version(first: bytes) -> int | None:
 
 def _said(first: bytes) -> str:
     words = printable(first.split(b"\n")[0].decode("ascii", "replace")).strip()[:_MOST_WORDS]
-    return f"it says '{words}'" if first else "it does not answer"
+    return f"it sent '{words}'" if first else "it does not answer"

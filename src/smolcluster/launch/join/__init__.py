@@ -1,1 +1,1 @@
-"""One more machine for a run: found, paired, joined."""
+"""Discover a machine on the network, pair with it, and let it join a run."""

@@ -1,6 +1,6 @@
-"""Machines that offer themselves on the local network, by multicast DNS (zeroconf): found without an address.
+"""Discover machines that run `join` on the local network, by multicast DNS (zeroconf).
 
-What is announced is seen by everybody there: a name, a port and the system, no secrets. Trust comes from the code (pairing.py).
+The announcement is public: name, port and operating system, no secrets. Trust comes from the pairing code (pairing.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smolcluster.errors import MissingExtra, UserError
 
 KIND = "_smolcluster._tcp.local."
 BROWSE_S = 3.0
-MOST_LETTERS = 50  # of a name, where a port follows: 63 are all that one part of a name may have
+MOST_LETTERS = 50  # of a name, before `-PORT`: a DNS label has at most 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def _zeroconf(interfaces: Sequence[str] | None) -> Any:
         return Zeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All)
     except OSError as error:
         raise UserError(
-            f"multicast DNS cannot be used here ({error.strerror or error}); give the address instead: see `smolcluster doctor`"
+            f"multicast DNS does not work here ({error.strerror or error}); give the address instead: see `smolcluster doctor`"
         ) from error
 
 
@@ -64,7 +64,7 @@ def announced(name: str, port: int, *, addresses: Sequence[str], system: str) ->
         yield
     except NonUniqueNameException:
         raise UserError(
-            f"another machine offers itself as {name} already; give this one another name: smolcluster join NAME"
+            f"another machine already announces the name {name}; choose another: smolcluster join NAME"
         ) from None
     finally:
         network.unregister_all_services()
@@ -74,7 +74,7 @@ def announced(name: str, port: int, *, addresses: Sequence[str], system: str) ->
 def find_offers(
     *, within_s: float = BROWSE_S, wanted: str | None = None, interfaces: Sequence[str] | None = None
 ) -> list[MachineOffer]:
-    """Return the machines that offer themselves now. Returns early once the `wanted` one is found."""
+    """Return the machines announced now. Returns early once the `wanted` one is found."""
     network = _zeroconf(interfaces)
     from zeroconf import ServiceBrowser, ServiceStateChange
 
@@ -91,7 +91,7 @@ def find_offers(
             return
         system = (info.properties.get(b"system") or b"").decode("utf-8", "replace")[:40]
         label = name.removesuffix(f".{KIND}")
-        if not HOST_NAME.fullmatch(label):  # `join` announces no such name: it must not get into a cluster file
+        if not HOST_NAME.fullmatch(label):  # not from `join`; keep it out of cluster files
             return
         with changed:
             found[name] = MachineOffer(name=label, addresses=addresses, port=info.port, system=system)
@@ -112,19 +112,19 @@ def find_offers(
 
 
 def own_addresses() -> list[str]:
-    """IPv4 addresses of this machine that others may reach, the one on the way out first; loopback only if there is no other.
+    """Return this machine's IPv4 addresses, that of the default route first; loopback only if there is no other.
 
-    A link between two machines may be all there is: no way out, and a name that is known as loopback.
+    Asks all adapters: two machines on one cable have no default route, and their names may resolve to loopback.
     """
     found: list[str] = []
     with contextlib.suppress(OSError):
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     with contextlib.suppress(ImportError, OSError):
-        import ifaddr  # zeroconf needs it, too
+        import ifaddr  # a requirement of zeroconf
 
         found += [str(ip.ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips if ip.is_IPv4]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing: it only finds the way out
+        probe.connect(("192.0.2.1", 9))  # sends nothing: only looks up the route
         found.insert(0, probe.getsockname()[0])
     others = [address for address in dict.fromkeys(found) if not ipaddress.ip_address(address).is_loopback]
     return others or ["127.0.0.1"]

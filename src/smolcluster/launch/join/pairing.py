@@ -1,17 +1,17 @@
-"""How a machine that offers itself and the cluster that takes it come to trust each other: by a code on its screen.
+"""Pair a machine that runs `join` with the cluster that accepts it, by a code on its screen.
 
     new machine (listens)                                    cluster (dials)
                                              <----   commit: hash of my key and nonce
       my key, my nonce                       ---->
                                              <----   my key, my nonce: must be what was committed to
       shows the code, 5 + 5 digits                   asks the user for the code
-        first five: drawn by chance                    last five must be what it works out itself, or it ends here
-        last five: from both keys and nonces  <----   proof: it knows the first five
+        first five: random                             last five must equal its own, or it aborts
+        last five: from both keys and nonces  <----   proof that it knows the first five
       checks the proof                       <----   sealed: token, server, rank
 
-A third party between the two has other keys on each side, so the last five digits differ and the user sees it. One that has not
-seen the screen does not know the first five, and has one guess for each code; after three codes the machine offers itself no
-more. Keys are made anew for every attempt (X25519), what is sealed is sealed with ChaCha20-Poly1305.
+A man in the middle has different keys on each side, so the last five digits differ. A client that cannot see the screen has one
+guess of the first five for each code, and after three codes the machine stops. Keys are fresh for every attempt (X25519);
+sealing uses ChaCha20-Poly1305.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from smolcluster.errors import MissingExtra, SmolclusterError
 PROTOCOL = "smolcluster-pair-1"
 MOST_BYTES = 64 << 10
 ANSWER_S = 15.0
-TYPING_S = 300.0  # the user walks from one screen to the other
+TYPING_S = 300.0  # for the user to type the code on the other machine
 MOST_CODES = 3
+NOT_OURS = "the peer does not speak this protocol"
 
 
 class PairingFailed(SmolclusterError):
-    """There is no trust between the two. The message says why."""
+    """The pairing was aborted."""
 
 
 class _KeyPair:
-    """Keys of one attempt, and what follows from both."""
+    """Key and nonce of one attempt."""
 
     def __init__(self) -> None:
         try:
@@ -60,7 +61,7 @@ class _KeyPair:
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(key))
         except ValueError as error:
-            raise PairingFailed(f"the other side's key is none: {error}") from error
+            raise PairingFailed(f"the peer's key is invalid: {error}") from error
         mine, theirs = self.key + self.nonce, key + nonce
         both = mine + theirs if dialled else theirs + mine
         return Agreement(shared, both)
@@ -71,7 +72,7 @@ def commitment(key: bytes, nonce: bytes) -> str:
 
 
 class Agreement:
-    """What both sides work out alike."""
+    """The secret that both sides derive."""
 
     def __init__(self, shared: bytes, both: bytes) -> None:
         self._base = hmac.digest(hashlib.sha256(both).digest(), shared, "sha256")
@@ -81,7 +82,7 @@ class Agreement:
 
     @property
     def digits(self) -> str:
-        """Five digits, which differ when a third party is between the two."""
+        """Return five digits, which differ if there is a man in the middle."""
         return f"{int.from_bytes(self._derive('digits')[:8]) % 100_000:05}"
 
     def proof(self, secret: str) -> str:
@@ -103,12 +104,12 @@ class Agreement:
                 ChaCha20Poly1305(self._derive("seal")).decrypt(raw[:12], raw[12:], None)
             )
         except (InvalidTag, ValueError) as error:
-            raise PairingFailed("what came is not sealed for this machine") from error
+            raise PairingFailed("the sealed message cannot be decrypted") from error
         return fields
 
 
 class _JsonLines:
-    """JSON objects, one a line, with bounds."""
+    """JSON objects over a socket, one a line, with limits on size and time."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -129,10 +130,10 @@ class _JsonLines:
                     raise TimeoutError
                 chunk = self._line.recv(4096)
                 if not chunk:
-                    raise PairingFailed("the other side has ended the connection")
+                    raise PairingFailed("the peer closed the connection")
                 self._rest += chunk
                 if len(self._rest) > MOST_BYTES:
-                    raise PairingFailed("the other side says too much")
+                    raise PairingFailed(f"the peer sent more than {MOST_BYTES >> 10} KiB")
         except TimeoutError as error:
             raise PairingFailed(f"no answer in {within_s:g} s") from error
         except OSError as error:
@@ -141,9 +142,9 @@ class _JsonLines:
         try:
             said = json.loads(first)
         except (ValueError, RecursionError) as error:
-            raise PairingFailed("the other side does not speak this protocol") from error
+            raise PairingFailed(NOT_OURS) from error
         if not isinstance(said, dict):
-            raise PairingFailed("the other side does not speak this protocol")
+            raise PairingFailed(NOT_OURS)
         return said
 
 
@@ -151,9 +152,9 @@ def _bytes(said: dict[str, Any], name: str, size: int) -> bytes:
     try:
         value = bytes.fromhex(str(said[name]))
     except (KeyError, ValueError) as error:
-        raise PairingFailed("the other side does not speak this protocol") from error
+        raise PairingFailed(NOT_OURS) from error
     if len(value) != size:
-        raise PairingFailed("the other side does not speak this protocol")
+        raise PairingFailed(NOT_OURS)
     return value
 
 
@@ -163,45 +164,45 @@ def _same(one: str, other: str) -> bool:
 
 
 def offer(line: socket.socket, facts: dict[str, Any], *, show: Callable[[str], None]) -> dict[str, Any]:
-    """The new machine's side of one attempt. `show` gets the code. Returns what the cluster gave. Raises PairingFailed."""
+    """Pair as the new machine, once. `show` gets the code. Return the cluster's grant. Raises PairingFailed."""
     talk, side = _JsonLines(line), _KeyPair()
     hello = talk.receive()
     if hello.get("protocol") != PROTOCOL:
-        raise PairingFailed(f"the other side speaks {hello.get('protocol')!r}, not {PROTOCOL}")
+        raise PairingFailed(f"the peer speaks {hello.get('protocol')!r}, not {PROTOCOL}")
     talk.send(key=side.key.hex(), nonce=side.nonce.hex(), facts=facts)
     said = talk.receive()
     key, nonce = _bytes(said, "key", 32), _bytes(said, "nonce", 32)
     if not _same(commitment(key, nonce), str(hello.get("commitment"))):
-        raise PairingFailed("the other side changed its key on the way")
+        raise PairingFailed("the peer's key does not match its commitment")
     agreed = side.agree(key, nonce, dialled=False)
     secret = f"{secrets.randbelow(100_000):05}"
     show(f"{secret}-{agreed.digits}")
     answer = talk.receive(TYPING_S)
     if not _same(agreed.proof(secret), str(answer.get("proof"))):
-        raise PairingFailed("the code was not typed as it was shown")
+        raise PairingFailed("the code was mistyped")
     given = agreed.open(str(answer.get("sealed")))
     talk.send(done=True)
     return given
 
 
 def accept(line: socket.socket, given: dict[str, Any], *, ask: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
-    """The cluster's side. `ask` gets the machine's facts and returns the code that was typed; `given` is what the machine is
-    handed. Returns the facts. Raises PairingFailed."""
+    """Pair as the cluster. `ask` gets the machine's facts and returns the typed code; `given` is sent sealed. Return the facts.
+    Raises PairingFailed."""
     talk, side = _JsonLines(line), _KeyPair()
     talk.send(protocol=PROTOCOL, commitment=side.commitment)
     said = talk.receive()
     key, nonce = _bytes(said, "key", 32), _bytes(said, "nonce", 32)
     facts = said.get("facts")
     if not isinstance(facts, dict):
-        raise PairingFailed("the other side does not speak this protocol")
+        raise PairingFailed(NOT_OURS)
     talk.send(key=side.key.hex(), nonce=side.nonce.hex())
     agreed = side.agree(key, nonce, dialled=True)
     typed = "".join(c for c in ask(facts) if c in "0123456789")
     if len(typed) != 10:
-        raise PairingFailed("a code has ten digits, such as 48291-57120; nothing was handed out")
+        raise PairingFailed("a code has ten digits, such as 48291-57120; no token was sent")
     if not _same(typed[5:], agreed.digits):
         raise PairingFailed(
-            "that is not the code of this connection: mistyped, or somebody is between; nothing was handed out"
+            "the code does not belong to this connection: mistyped, or a man in the middle; no token was sent"
         )
     talk.send(proof=agreed.proof(typed[:5]), sealed=agreed.seal(given))
     talk.receive()

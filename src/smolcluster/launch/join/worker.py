@@ -1,7 +1,4 @@
-"""One worker that joins a server's run, started by a person on each machine.
-
-Nothing here imports torch until the worker runs.
-"""
+"""Run one worker that joins a server, as started by a user on each machine. Imports no torch until the worker runs."""
 
 from __future__ import annotations
 
@@ -53,10 +50,9 @@ def worker_spec(
     local_rank: int = 0,
     local_world_size: int = 1,
 ) -> WorkerSpec:
-    """The spec of one worker. `sets` are keys of its own, by dotted name. `local_rank` is its number among the workers of its
-    machine. A source that is a Python file is its task.
+    """Return the spec of one worker. `sets`: its own keys, by dotted name. A source that is a Python file is its task.
 
-    With configuration files the worker compares them with the server's. Without any it takes over what the server may choose
+    With configuration files the worker compares them with the server's. Without any it adopts the server's
     (`engine/elastic/adopted_config.py`).
     """
     own_sets = dict(sets or {})
@@ -75,10 +71,10 @@ def worker_spec(
     else:
         _check_own(said)
     if server is None:
-        raise UserError("where is the server? Give --server HOST:PORT, as the server prints it when it starts")
+        raise UserError("give --server HOST:PORT, as the server prints it when it starts")
     _check_address(server)
     own = _values(said.model_dump(mode="json"), [key for key in _said_keys(said) if key in OWN_KEYS])
-    if sources:  # resolved, in the configuration itself
+    if sources:  # the configuration itself has them, resolved
         own = {key: value for key, value in own.items() if key not in ("data.name", "data.tokenizer")}
     if batch_size is not None:
         own["cluster.batch_size"] = {host: batch_size}
@@ -106,11 +102,11 @@ def _check_host(config: Config, rank: int, host: str) -> None:
         raise UserError(f"'{host}' is not among the workers of this configuration; {suggest(host, known)}")
     most = cluster.num_workers or 1
     if rank > most:
-        raise UserError(f"rank {rank} is too high: this configuration has {most} workers, from 0 or from 1 on")
+        raise UserError(f"rank {rank} is too high: this configuration has {most} workers, counted from 0 or 1")
 
 
 def _server_of(config: Config) -> str | None:
-    """`host_ip[server]:port`, where the cluster file says so."""
+    """Return `host_ip[server]:port`; None if the cluster file has no such entry."""
     cluster = config.cluster
     address = cluster.host_ip.get(cluster.server or "")
     return f"{address}:{cluster.port}" if address else None
@@ -123,7 +119,7 @@ def _check_address(server: str) -> None:
 
 
 def _said_keys(config: Config) -> list[str]:
-    """The dotted names of all that was said in files, overrides and flags."""
+    """Return the dotted names of all keys set in files, overrides and flags."""
     return [
         key
         for key in known_keys()
@@ -136,15 +132,15 @@ def _check_own(config: Config) -> None:
     for key in _said_keys(config):
         if key not in OWN_KEYS:
             raise UserError(
-                f"--override: {key} is the server's to say, and reaches this worker from there; "
-                f"here may be set: {', '.join(sorted(OWN_KEYS))}"
+                f"--override: {key} is set by the server, which sends it to this worker; "
+                f"a worker may set: {', '.join(sorted(OWN_KEYS))}"
             )
 
 
 def own_overrides(config: Config, *, same_machine: bool) -> list[str]:
-    """`key=value` for what a worker does not take from its server: launchers pass these on to the workers that they start.
+    """Return `key=value` for the keys that a worker does not adopt from its server; launchers pass them to workers.
 
-    `same_machine`: the worker is on the server's machine, so that a loopback address of Loki means the same there.
+    `same_machine`: keep a loopback address of Loki, which only the server's machine reaches.
     """
     values = _values(public_dict(config), sorted((OWN_KEYS - FROM_SERVER) | {"data.name"}))
     defaults = _values(public_dict(resolve(Config.model_validate({}))), list(values))
@@ -161,7 +157,7 @@ def _values(plain: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
 
 
 def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> int:
-    """Be that worker, in this process, until the run is over. Returns 0; raises when it is refused, stopped or fails."""
+    """Run that worker in this process until the run is over. Return 0; raise when it is refused, stopped or fails."""
     from smolcluster.engine.channel import SignalChannel
     from smolcluster.engine.process.main import run_worker
 
@@ -174,16 +170,16 @@ def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> 
     if status == 0:
         return 0
     if failed is None:
-        raise Interrupted("interrupted; the run goes on without this worker")
+        raise Interrupted("interrupted; the run continues without this worker")
     if failed.kind == "user":
         raise UserError(failed.message)
     raise WorkerFailed(f"worker {spec.rank} failed: {failed.message}\n{failed.traceback}".rstrip())
 
 
 class _LogPusher(Sink):
-    """The log of this worker, and its push to Loki where its owner names one.
+    """Write this worker's log, and push it to the Loki that its owner set.
 
-    Without a folder for logs the lines wait in a temporary file, which is removed when they have arrived or are not wanted.
+    Without a log folder the lines go to a temporary file, which is removed once they are pushed or no Loki is set.
     """
 
     def __init__(self, spec: WorkerSpec, log_dir: Path | None, sinks: list[Sink]) -> None:
@@ -194,13 +190,13 @@ class _LogPusher(Sink):
         if own:
             from smolcluster.observe.loki import endpoint_of
 
-            endpoint_of(own)  # a mistake leaves nothing behind
+            endpoint_of(own)  # raises before anything is written
         if log_dir is None:
             try:
                 log_dir = self._temporary = Path(tempfile.mkdtemp(prefix="smolcluster-log-"))
             except OSError as error:
                 if own:
-                    raise UserError(f"there is no place for a temporary log ({error}); give --log-dir") from error
+                    raise UserError(f"cannot make a folder for a temporary log ({error}); give --log-dir") from error
         path = None if log_dir is None else log_dir / log_path("", spec.role, spec.rank, spec.host).name
         self._log_to(path)
         if own:
@@ -218,7 +214,7 @@ class _LogPusher(Sink):
             self._pusher.close()
             if self._pusher.left and self._temporary is not None:
                 text = (
-                    f"Loki has not got all lines of this worker; send the rest: smolcluster logs push {self._temporary}"
+                    f"not all lines of this worker reached Loki; send the rest: smolcluster logs push {self._temporary}"
                 )
                 for sink in self._sinks:
                     sink.handle(Notice(level="WARNING", message=text))
@@ -238,23 +234,23 @@ class _LogPusher(Sink):
 
 
 class _EndNotice(Sink):
-    """Report on the screen why this worker ends, when all is well."""
+    """Print that the run is over."""
 
     def __init__(self, spec: WorkerSpec, sinks: list[Sink]) -> None:
         self._server, self._sinks = spec.server, sinks
 
     def handle(self, event: Event) -> None:
         if isinstance(event, Phase) and event.name == "finished":
-            text = f"the run is over; its results are with the server at {self._server}"
+            text = f"the run is over; its results are on the server at {self._server}"
             for sink in self._sinks:
                 sink.handle(Notice(level="INFO", message=text))
 
 
 class _ShowWaiting(logging.Filter):
-    """While there is no server, what the transport notes in its log is what the person before the screen wants to know."""
+    """Show the transport's log line about a missing server on the screen."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if str(record.msg).startswith("waiting for a peer"):
             record.msg = record.msg.replace("a peer", "the server", 1)
-            record.levelno = logging.WARNING  # so that it is shown; by name it stays what it is
+            record.levelno = logging.WARNING  # the console shows warnings; levelname stays
         return True
