@@ -30,6 +30,7 @@ from smolcluster.serve.engine import scheduler
 from smolcluster.serve.engine.front import LINKS, Front
 from smolcluster.serve.engine.layout import LayoutOptions
 from smolcluster.serve.engine.local import LocalStages
+from smolcluster.serve.engine.model_source import ModelSource
 from smolcluster.serve.engine.sources import find_source
 from smolcluster.serve.engine.stage import StageWorker
 from smolcluster.serve.engine.types import SamplingParams
@@ -105,7 +106,7 @@ def count_stages(options: ServeOptions) -> StageCounts:
     return shape
 
 
-def run_front(options: ServeOptions, *, tell: Callable[[str], None], ready: Callable[[str], None]) -> int:
+def run_front(options: ServeOptions, *, report: Callable[[str], None], ready: Callable[[str], None]) -> int:
     """Serve until Ctrl-C, SIGTERM or SIGHUP. Options are checked before the model is loaded."""
     shape = count_stages(options)
     dtype_of(options.dtype)
@@ -121,9 +122,9 @@ def run_front(options: ServeOptions, *, tell: Callable[[str], None], ready: Call
             signal.signal(number, _terminated)
     with contextlib.closing(http.open_port(place)) as opened:
         number = opened.getsockname()[1]
-        with _front(options, shape, keyring, listen, tell) as (front, service):
+        with _front(options, shape, keyring, listen, report) as (front, service):
             if options.port is None and number != http.PORT:
-                tell(f"port {http.PORT} is in use: serving on {number}")
+                report(f"port {http.PORT} is in use: serving on {number}")
             asyncio.run(_serve(front, service, place, opened, ready, alone=not shape.missing))
     return 0
 
@@ -173,7 +174,7 @@ def _front(
     shape: StageCounts,
     keyring: Keyring | None,
     listen: tuple[str, int],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Iterator[tuple[Front, Service]]:
     """Start the front and its local stages, which begin to load the model."""
     if shape.workers:
@@ -199,25 +200,19 @@ def _front(
             transport.close()
             raise
         host, port = listen[0], front.address.rpartition(":")[2]
-        arguments = [
-            *(["--device", options.device] if options.device else []),
-            *(["--dtype", options.dtype] if options.dtype else []),
-            *(["--bind", host] if not is_loopback(host) else []),
-            *(["--no-token"] if keyring is None else []),
-            *(["--model", source.reference["path"]] if source.reference["kind"] != "package" else []),
-        ]
+        arguments = _stage_arguments(options, source, host, token=keyring is not None)
         local = f"127.0.0.1:{port}" if host in ("0.0.0.0", "::") else front.address
         children = LocalStages(local, shape.workers, gave_up=front.note_problem, options=arguments)
         stack.callback(children.close)
         stack.callback(front.close)  # first: it sends STOP
         stack.callback(children.stop_restarting)
-        tell(f"{source.name}: {source.config.num_layers} layers, {shape.stages} stage(s)")
+        report(f"{source.name}: {source.config.num_layers} layers, {shape.stages} stage(s)")
         if options.listen is not None:
             where, server = (
                 ("other machines", f"HOST:{port}") if not is_loopback(host) else ("this machine", front.address)
             )
             needed = f"; {shape.missing} more needed" if shape.missing else ""
-            tell(f"stages on {where}: smolcluster stage --server {server}{needed}")
+            report(f"stages on {where}: smolcluster stage --server {server}{needed}")
         defaults = SamplingParams(temperature=options.temperature, top_p=options.top_p)
         yield (
             front,
@@ -231,6 +226,16 @@ def _front(
                 openings=source.openings(),
             ),
         )
+
+
+def _stage_arguments(options: ServeOptions, source: ModelSource, host: str, *, token: bool) -> list[str]:
+    return [
+        *(["--device", options.device] if options.device else []),
+        *(["--dtype", options.dtype] if options.dtype else []),
+        *(["--bind", host] if not is_loopback(host) else []),
+        *(["--no-token"] if not token else []),
+        *(["--model", source.reference["path"]] if source.reference["kind"] != "package" else []),
+    ]
 
 
 def service_limits(options: ServeOptions) -> ServiceLimits:
