@@ -282,7 +282,7 @@ def test_a_stage_that_is_refused_ends_and_one_that_is_not_hears_of_the_end(
     url = address(serving)
     stranger = smol.run("stage", "--server", server, cwd=tmp_path, env={"SMOLCLUSTER_TOKEN": new_token()})
     assert stranger.status == 2, stranger
-    assert f"{server} would not have this stage: " in stranger.err
+    assert f"{server} refused this stage: " in stranger.err
     lost = smol.run("stage", "--server", "nosuch.invalid:65433", cwd=tmp_path, env=token)
     assert lost.status == 2, lost
     assert "no route from this machine to nosuch.invalid:65433" in lost.err

@@ -268,7 +268,7 @@ def test_a_guest_cannot_answer_for_a_stage_nor_end_its_batches(source: RandomSou
                 guest.link.send(ASK)
                 assert guest.heard.get(timeout=40).kind is Kind.PLAN
                 assert asyncio.run(story()) == right
-                assert guest.put_out() == "that batch went another way"
+                assert guest.put_out() == "that batch was not routed to this stage"
 
 
 def test_a_token_that_the_model_does_not_have_is_not_taken(source: RandomSource) -> None:
@@ -285,7 +285,7 @@ def test_a_token_that_the_model_does_not_have_is_not_taken(source: RandomSource)
 
         worker._sample = choose_one  # type: ignore[method-assign]
         assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
-        assert [lost["why"] for lost in made.front.state()["lost"]] == ["a token that the model does not have"]
+        assert [lost["why"] for lost in made.front.state()["lost"]] == ["a token outside the vocabulary"]
 
 
 def test_a_guest_cannot_compute_on_a_stage(source: RandomSource) -> None:
@@ -309,14 +309,14 @@ def test_a_guest_cannot_compute_on_a_stage(source: RandomSource) -> None:
 def test_a_machine_asks_once_and_offers_itself_once(source: RandomSource) -> None:
     offer = Message(kind=Kind.JOIN, meta=wire.meta_of(OFFER))
     with cluster(source, *"ab") as made:
-        assert "has asked already" in told_by_a_guest(made.front.address, ASK, ASK)
+        assert "has sent ASK already" in told_by_a_guest(made.front.address, ASK, ASK)
         assert made.front.state()["lost"] == []
-        assert "has offered itself already" in told_by_a_guest(made.front.address, ASK, offer, offer)
+        assert "has joined already" in told_by_a_guest(made.front.address, ASK, offer, offer)
         eventually(lambda: not made.front.state()["spares"], what="it to be gone")
         _, transport, _ = made.stages["a"]
         with Guest(made.front.address, instance=transport.me.instance) as guest:  # under the name of one that is there
             guest.link.send(ASK)
-            assert "has asked already" in guest.put_out()
+            assert "has sent ASK already" in guest.put_out()
         assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
         assert made.front.state()["ready"]
 
@@ -396,7 +396,7 @@ def test_an_answer_that_cannot_be_told_is_a_failure_that_can(
 ) -> None:
     """Or whoever asked would wait until the batch counts as stuck."""
     told: list[Kind] = []
-    real = StageWorker._tell
+    real = StageWorker._send_front
 
     def tell(self: StageWorker, kind: Kind, **said: Any) -> None:
         told.append(kind)
@@ -405,7 +405,7 @@ def test_an_answer_that_cannot_be_told_is_a_failure_that_can(
         real(self, kind, **said)
 
     with cluster(source, "a") as made:
-        monkeypatch.setattr(StageWorker, "_tell", tell)
+        monkeypatch.setattr(StageWorker, "_send_front", tell)
         assert made.text((1, 2, 3), 8) == source.greedy((1, 2, 3), 8)
         assert told.count(Kind.CHOSEN) == 9
 
@@ -455,7 +455,7 @@ def test_weights_that_the_front_cannot_read_are_told() -> None:
     try:
         made.add("a", files=False)
         (problem,) = eventually(made.front.problems, what="a problem")
-        assert problem == "a: its weights cannot be read here: a disk that cannot be read"
+        assert problem == "a: the server cannot read the weights: a disk that cannot be read"
         assert not made.front.coming
         with pytest.raises(Unavailable):
             made.text((1, 2, 3), 8)

@@ -351,7 +351,7 @@ def test_health_and_config(port: int, engine: ScriptedEngine) -> None:
     engine.more = {"stages": [loading, {"layers": [15, 29], "machines": [{"name": "b", "state": "ready"}]}]}
     assert json.loads(get(port, "/health")[2])["progress"] == "1 of 2 stages ready"
     engine.more = {"there": 1, "wanted": 2}
-    assert json.loads(get(port, "/health")[2])["status"] == "waiting for machines: 1 of 2 are there"
+    assert json.loads(get(port, "/health")[2])["status"] == "waiting for machines: 1 of 2 connected"
     engine.more = {}
     config = json.loads(get(port, "/config")[2])
     assert (config["model"], config["context"], config["layers"], len(config["stages"])) == ("tiny", 512, 30, 2)
@@ -422,7 +422,7 @@ def test_a_stream_that_is_not_done_when_the_server_ends_says_so(own: ScriptedEng
         answer.readline()
     told = [line for line in answer.read().splitlines() if line.startswith(b"data: ")]
     connection.close()
-    assert json.loads(told[-1][6:])["error"]["message"] == "the server is ending"
+    assert json.loads(told[-1][6:])["error"]["message"] == "the server is stopping"
     assert own.freed.acquire(timeout=30)
 
 
@@ -436,7 +436,7 @@ def test_so_does_one_that_waits_for_a_machine_when_the_server_ends(own: Scripted
         answer.readline()
     told = [line for line in answer.read().splitlines() if line.startswith(b"data: ")]
     connection.close()
-    assert json.loads(told[-1][6:])["error"]["message"] == "the server is ending"
+    assert json.loads(told[-1][6:])["error"]["message"] == "the server is stopping"
     assert own.freed.acquire(timeout=30)
 
 
@@ -1257,7 +1257,7 @@ def test_who_asks_while_the_server_ends_is_told_so(own: ScriptedEngine) -> None:
     with asking:
         status, headers, body = split(asking)
     assert (status, headers["retry-after"]) == (503, "5")
-    assert json.loads(body)["error"]["message"] == "the server is ending"
+    assert json.loads(body)["error"]["message"] == "the server is stopping"
 
 
 def split(line: socket.socket) -> tuple[int, dict[str, str], bytes]:

@@ -115,7 +115,10 @@ def test_refusals(fake: Fake, status: int, kind: type[SmolclusterError], words: 
 
 def test_a_stream_that_breaks_off_is_no_answer(fake: Fake) -> None:
     client = ServerClient(fake.url)
-    for turn, words in ((break_off(3), "broke off"), (err(2, "the last machine is gone"), "the last machine is gone")):
+    for turn, words in (
+        (break_off(3), "lost the connection"),
+        (err(2, "the last machine is gone"), "the last machine is gone"),
+    ):
         fake.next.append(turn)
         found: list[str] = []
         with pytest.raises(ServerFailed, match=words):
@@ -141,7 +144,7 @@ def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(
-        UserError, match=f"nothing answers at http://127.0.0.1:{port}; start a server with: smolcluster serve smollm2"
+        UserError, match=f"no server at http://127.0.0.1:{port}; start one with: smolcluster serve smollm2"
     ):
         ServerClient(f"http://127.0.0.1:{port}").models()
 
@@ -162,23 +165,23 @@ def test_ways_to_write_an_address(fake: Fake, url: str) -> None:
 
 def test_what_is_no_server_of_models() -> None:
     page = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\n\r\n<html>"
-    with answering(page) as url, pytest.raises(ServerFailed, match=r"no answer|broke off"):
+    with answering(page) as url, pytest.raises(ServerFailed, match=r"invalid answer|lost the connection"):
         ServerClient(url).models()
-    with answering(b"SSH-2.0-OpenSSH_9.2\r\n") as url, pytest.raises(UserError, match="cannot be asked"):
+    with answering(b"SSH-2.0-OpenSSH_9.2\r\n") as url, pytest.raises(UserError, match="cannot connect"):
         ServerClient(url).models()
     hollow = b'HTTP/1.1 200 OK\r\ncontent-length: 29\r\n\r\n{"data": [{"id": 1}, 2, null]}'
-    with answering(hollow) as url, pytest.raises(ServerFailed, match=r"no answer|no model|broke off"):
+    with answering(hollow) as url, pytest.raises(ServerFailed, match=r"invalid answer|no model|lost the connection"):
         ServerClient(url).models()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
     for body, words in (
-        (b"data: {nonsense\n\n", "no answer"),
-        (b"data: [1]\n\n", "no answer"),
-        (b"data: " + b"[" * 200_000 + b"\n\n", "no answer"),
-        (b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n', "broke off"),
-        (b"data: " + b"x" * (1 << 20) + b"\n", "without an end"),
+        (b"data: {nonsense\n\n", "invalid answer"),
+        (b"data: [1]\n\n", "invalid answer"),
+        (b"data: " + b"[" * 200_000 + b"\n\n", "invalid answer"),
+        (b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n', "lost the connection"),
+        (b"data: " + b"x" * (1 << 20) + b"\n", "too long a line"),
     ):
         # It hangs up at once, and that may be heard before what it said.
-        with answering(head + body) as url, pytest.raises(ServerFailed, match=f"{words}|broke off"):
+        with answering(head + body) as url, pytest.raises(ServerFailed, match=f"{words}|lost the connection"):
             list(ServerClient(url).chat(ASKED, options={}))
 
 
@@ -258,7 +261,7 @@ def test_a_model_without_a_template_continues_the_text(fake: Fake) -> None:
     status, out, chat = talk(fake, "/system Be brief.", "Once", "Then", continues=True, openings=["The sea is wide"])
     assert status == 0
     assert [body["prompt"] for body in fake.bodies] == ["Once", "Once upon a time.\nThen"]
-    assert "it continues a text; write how one begins, such as: The sea is wide" in out
+    assert "write the beginning of a text to continue, such as: The sea is wide" in out
     assert "/system has no effect: this model has no chat template; put it before your text" in out
     assert chat.system == ""
 
@@ -295,8 +298,8 @@ def test_commands(fake: Fake, tmp_path: Path) -> None:
     assert status == 0
     assert [(body["temperature"], body["top_k"], len(body["messages"])) for body in fake.bodies] == [(0.7, 5, 2)] * 2
     assert [m["role"] for m in json.loads(path.read_text(encoding="utf-8"))] == ["system", "user", "assistant"]
-    assert "is there already; choose another name" in out
-    assert "there is nothing to ask again" in out
+    assert "exists; choose another name" in out
+    assert "there is nothing to retry" in out
 
 
 @pytest.mark.parametrize(
@@ -304,7 +307,7 @@ def test_commands(fake: Fake, tmp_path: Path) -> None:
     [
         ("/hlep", "did you mean '/help'?"),
         ("/set temperatur 1", "did you mean 'temperature'?"),
-        ("/set temperature hot", "'hot' is no number"),
+        ("/set temperature hot", "'hot' is not a number"),
         ("/set temperature 3", "outside 0 to 2"),
         ("/set temperature nan", "outside 0 to 2"),
         ("/set top_k 1.5", "no whole number"),
@@ -312,7 +315,7 @@ def test_commands(fake: Fake, tmp_path: Path) -> None:
         ("/save /nowhere/at/all/x.md", "cannot be written"),
         ("/save /tmp/a\0b.md", "cannot be written: embedded null byte"),
         ("/save ~nosuchuser/x.md", "~nosuchuser/x.md: there is no such home directory"),
-        ('/save "a" "b', '"a" "b is no file name: no closing quotation'),
+        ('/save "a" "b', '"a" "b is not a file name: no closing quotation'),
     ],
 )
 def test_mistakes_are_told_and_the_conversation_goes_on(fake: Fake, line: str, words: str) -> None:
@@ -327,8 +330,8 @@ def test_a_failure_is_told_and_can_be_retried(fake: Fake) -> None:
     fake.next.extend([refuse(503, "layers 3-5 are on no machine", retry_after="5"), break_off(0)])
     status, out, chat = talk(fake, "hello", "/retry", "/retry")
     assert status == 0
-    assert "layers 3-5 are on no machine; try again in 5 s; /retry asks again" in out
-    assert "broke off" in out
+    assert "layers 3-5 are on no machine; try again in 5 s; /retry to try again" in out
+    assert "lost the connection" in out
     assert [m["role"] for m in chat.messages] == ["user", "assistant"]
 
 
@@ -337,7 +340,7 @@ def test_a_question_that_is_refused_is_taken_back(fake: Fake) -> None:
     fake.next.append(refuse(400, "messages: 201 tokens; the model's context is 128"))
     status, out, chat = talk(fake, "much too long", "hi")
     assert status == 0
-    assert "the model's context is 128; your question was taken back" in out
+    assert "the model's context is 128; your message was removed" in out
     assert [m["content"] for m in chat.messages] == ["hi", "fine"]
     assert fake.bodies[1]["messages"] == [{"role": "user", "content": "hi"}]
 
@@ -437,7 +440,7 @@ def test_generate(fake: Fake) -> None:
         (("chat", "--temperature", "9"), "--temperature 9.0 is outside 0 to 2"),
         (("generate", ""), "the prompt is empty"),
         (("generate", "x", "--max-tokens", "0"), "--max-tokens 0 is outside"),
-        (("generate", "x", "--url", "ftp://x"), "is no address of a server"),
+        (("generate", "x", "--url", "ftp://x"), "is not the address of a server"),
     ],
 )
 def test_mistakes_end_with_two(arguments: tuple[str, ...], words: str) -> None:
@@ -448,7 +451,7 @@ def test_mistakes_end_with_two(arguments: tuple[str, ...], words: str) -> None:
 
 
 def test_a_question_that_is_no_text_is_told() -> None:
-    with pytest.raises(UserError, match=r"the question is no utf-8 text: .* at byte 0"):
+    with pytest.raises(UserError, match=r"the question is not utf-8 text: .* at byte 0"):
         read_all(io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"), what="the question")
 
 
@@ -526,5 +529,5 @@ def test_before_the_real_service() -> None:
         assert next(found).text == "T"
         found.close()
         eventually(lambda: engine.open == 0, what="the engine is free again")
-        with pytest.raises(UserError, match="'other' is not served here; known: tiny"):
+        with pytest.raises(UserError, match="'other' is not served here; available: tiny"):
             list(client.complete("x", options={"model": "other"}))

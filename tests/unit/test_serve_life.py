@@ -50,7 +50,7 @@ def test_how_many_processes_there_are_to_be(
 def test_too_few_without_others_who_could_come() -> None:
     with pytest.raises(UserError, match=r"--workers 1 is too few for 2 stage\(s\) of 1: .*--listen"):
         count_stages(ServeOptions(model="m", stages=2, workers=1))
-    with pytest.raises(UserError, match="give the layers of each stage"):
+    with pytest.raises(UserError, match="give the number of layers of each stage"):
         count_stages(ServeOptions(model="m", layers="10;10"))
 
 
@@ -117,7 +117,7 @@ def test_one_that_ends_when_the_end_is_expected_is_not_started_again(monkeypatch
     assert there.acquire(timeout=20)
     started[0].kill()
     assert there.acquire(timeout=20), "it was not started again"
-    stages.expect_the_end()
+    stages.stop_restarting()
     started[1].kill()
     stages.close()
     assert len(started) == 2

@@ -258,7 +258,7 @@ def test_missing_and_misshapen_weights_are_named() -> None:
     with pytest.raises(ValueError, match=r"up\.weight has shape \(3, 4\), the model takes \(160, 48\)"):
         StageModel(LLAMA, range(2, 3), weights=wrong, **kwargs)
     for layers in (range(2, 5), range(-1, 2), range(0, 4, 2)):
-        with pytest.raises(ValueError, match="is no range of the 4 layers"):
+        with pytest.raises(ValueError, match="is not a range of the 4 layers"):
             StageModel(LLAMA, layers, weights=weights, **kwargs)
 
 
@@ -271,8 +271,12 @@ REFUSED = {
     "no tokens": ([one(1, 5, 0)], tokens(0), "sequence 1: 0 tokens from position 5"),
     "before the start": ([one(1, -1, 2)], tokens(2), "from position -1"),
     "too long": ([one(1, 5, CONTEXT - 4)], tokens(CONTEXT - 4), f"sequence 1: {CONTEXT + 1} tokens do not fit"),
-    "a hole": ([one(2, 3, 1), one(1, 6, 1)], tokens(2), "sequence 1 goes on from 6, 5 are held: send these again"),
-    "unknown": ([one(8, 2, 1)], tokens(1), "sequence 8 goes on from 2, 0 are held"),
+    "a hole": (
+        [one(2, 3, 1), one(1, 6, 1)],
+        tokens(2),
+        "sequence 1 continues at 6, but 5 tokens are cached: send them again",
+    ),
+    "unknown": ([one(8, 2, 1)], tokens(1), "sequence 8 continues at 2, but 0 tokens are cached"),
     "too few": ([one(1, 5, 2)], tokens(1), r"got torch.int64 of shape \(1,\), .* token ids of shape \(2,\)"),
     "not ids": ([one(1, 5, 1)], torch.zeros(1), "got torch.float32"),
     "above": (
@@ -303,7 +307,9 @@ def test_what_is_refused_changes_nothing(case: str) -> None:
 def test_who_is_not_held_is_told_with_what_is() -> None:
     (part,) = parts_of(MODELS["llama", torch.float64])
     part.run([one(1, 0, 5), one(2, 0, 3)], tokens(8))
-    told = "sequence 1 goes on from 6, 5 are held, sequence 3 goes on from 4, 0 are held: send these again"
+    told = (
+        "sequence 1 continues at 6, but 5 tokens are cached, sequence 3 continues at 4, but 0 tokens are cached: send"
+    )
     with pytest.raises(ValueError, match=told):
         part.run([one(1, 6, 1), one(2, 3, 1), one(3, 4, 1)], tokens(3))
 

@@ -253,7 +253,7 @@ def test_a_wrong_request_names_its_field(field: str, request_: dict[str, Any]) -
 
 
 def test_an_unknown_model() -> None:
-    with pytest.raises(UnknownModel, match="'gpt-9' is not served here; known: tiny") as caught:
+    with pytest.raises(UnknownModel, match="'gpt-9' is not served here; available: tiny") as caught:
         run(answer(service_of(ScriptedEngine()), model="gpt-9"))
     assert (caught.value.field, caught.value.code) == ("model", "model_not_found")
 
@@ -269,7 +269,7 @@ def test_machines_with_little_memory_shorten_an_answer_and_say_so() -> None:
     engine.context = 100  # of 512
     run(answer(service_of(engine), prompts=["x" * 60], max_tokens=500))
     assert [asked.max_tokens for asked in engine.asks] == [40]
-    with pytest.raises(BadRequest, match="200 tokens; the machines that are there have memory for 100"):
+    with pytest.raises(BadRequest, match="200 tokens; the connected machines have memory for 100"):
         run(answer(service_of(engine), prompts=["x" * 200]))
     with pytest.raises(BadRequest, match="max_tokens is 513; it must be 1 to 512"):
         run(answer(service_of(engine), max_tokens=513))

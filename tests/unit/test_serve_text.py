@@ -193,7 +193,7 @@ def test_a_vocabulary_that_spells_a_marker_as_a_word_refuses_it() -> None:
     text = ChatTokenizer(JsonVocabulary(definition, where="test"))
     assert text.encode("a strange a") == [1, 0, 1]
     assert text.encode("a</s>", special=True) == [1, 2]
-    with pytest.raises(UserError, match="'</s>' in it, which this model keeps for itself"):
+    with pytest.raises(UserError, match="contains '</s>', a special token of this model"):
         text.encode("a </s>")
 
 
@@ -419,18 +419,18 @@ def test_an_answer_that_follows_text_keeps_its_space(spm: ChatTokenizer) -> None
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"tokenizer.ggml.model": np.array([1, 2])}, "tokenizer.ggml.model is array([1, 2]), which is not known here"),
+        ({"tokenizer.ggml.model": np.array([1, 2])}, "tokenizer.ggml.model is array([1, 2]), which is not supported"),
         (
             pieces() | {"tokenizer.ggml.add_space_prefix": np.array([1, 0])},
             "tokenizer.ggml.add_space_prefix is array([1, 0]), which is neither true nor false",
         ),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert', which is not known here"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert', which is not supported"),
         (
             {"tokenizer.ggml.pre": "tekken"},
-            "tokenizer.ggml.pre is 'tekken', which is not known here: only gpt-2, smollm",
+            "tokenizer.ggml.pre is 'tekken', which is not supported; known: gpt-2, smollm",
         ),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
-        ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre is ['gpt-2'], which is not known here"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre is ['gpt-2'], which is not supported"),
         ({"tokenizer.ggml.token_type": np.full(263, 99)}, "tokenizer.ggml.tokens has no token for the letter"),
         ({"tokenizer.ggml.merges": ["a"]}, "tokenizer.ggml.merges has 'a'"),
         ({"tokenizer.ggml.merges": ["q q"]}, "tokenizer.ggml.merges has 'q q'"),
@@ -669,7 +669,7 @@ def test_a_decoder_that_is_not_known_is_named() -> None:
         {"model": {"type": "BPE", "vocab": 3, "merges": []}},
         {"model": model, "added_tokens": [{}]},
     ):
-        with pytest.raises(UserError, match=r"f\.json: its tokenizer is damaged or not known here"):
+        with pytest.raises(UserError, match=r"f\.json: its tokenizer is damaged or not supported"):
             JsonVocabulary({"version": "1.0", **broken}, where="f.json")
 
 

@@ -106,6 +106,6 @@ def serve(
     log_to_terminal()
     wanted = ServeOptions(model=model, allow_hosts=tuple(allow_host or ()), **asdict(options))
     try:
-        return run_front(wanted, tell=print_text, ready=ready)
+        return run_front(wanted, report=print_text, ready=ready)
     except KeyboardInterrupt:
         return 0  # how it is meant to end

@@ -49,14 +49,13 @@ def stage(
     local_rank: Annotated[int, typer.Option("--local-rank", min=0, hidden=True)] = 0,
 ) -> int:
     from smolcluster.observe.logs import log_to_terminal
-    from smolcluster.serve.main import run_stage
+    from smolcluster.serve.main import StageProcessOptions, run_stage
 
     log_to_terminal(logging.WARNING if with_parent else logging.INFO)
     stop = threading.Event()
     if with_parent:
         threading.Thread(target=_until_its_end, args=(stop,), daemon=True).start()
-    return run_stage(
-        server,
+    options = StageProcessOptions(
         name=name,
         device=device,
         dtype=dtype,
@@ -67,8 +66,8 @@ def stage(
         port=port,
         no_token=no_token,
         local_rank=local_rank,
-        stop=stop,
     )
+    return run_stage(server, options, stop)
 
 
 def _until_its_end(stop: threading.Event) -> None:

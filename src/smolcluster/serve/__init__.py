@@ -1,14 +1,14 @@
-"""Inference over several machines: the layers of a model in stages, one front before them.
+"""Inference over several machines: stages hold the layers, a front routes batches through them.
 
-    a user ── HTTP ──> front                        tokens in, tokens out; who holds which layers; who waits
-                         │ tokens                          ┌────────────────────────────────────────┐
-                         └──> stage 0 ── activations ──> stage 1 ── activations ──> stage 2 ── a token of each sequence
+    client ── HTTP ──> front                        tokenizes; knows the stages; schedules sequences
+                         │ tokens
+                         └──> stage 0 ── activations ──> stage 1 ── activations ──> stage 2 ── one token per sequence
 
-`engine/types.py` has the types that all of it is written in; `alone.py` is all of it in one process: read it first.
+`engine/types.py` has the interface; `in_process.py` is all of it in one process: read it first.
 
-    engine/    what is served: sources.py; one machine's share of the work: part.py, sampling.py; the machines together:
-               wire.py, stage.py, layout.py, scheduler.py, front.py
+    engine/    models in files: sources.py; one stage: stage_model.py, sampling.py, stage.py; all of them: wire.py, layout.py,
+               scheduler.py, front.py
     text/      conversations to tokens and back
-    http/      service.py, api.py: the service on a port
+    http/      service.py, api.py: the HTTP service
     client/    the terminal
 """

@@ -1,8 +1,8 @@
-"""A model in this process, without machines or a server: the shortest `Engine` there is, and the way to read one.
+"""A model in this process, without machines or a server: the simplest `Engine`.
 
-    prompt ── all layers ──> logits ── choose ──> token ── all layers ──> logits ...
+    prompt ── all layers ──> logits ── sample ──> token ── all layers ──> logits ...
 
-Its tokens are those that any number of machines would give.
+Its tokens are the same as with any number of machines.
 """
 
 from __future__ import annotations
@@ -24,58 +24,62 @@ from smolcluster.serve.engine.types import RetriesExhausted, SequenceRequest, To
 from smolcluster.serve.http.api_types import read_completion
 from smolcluster.serve.http.service import BadRequest, Service
 
-CHUNK = 512  # tokens of a prompt at once
+CHUNK = 512  # prompt tokens in one step
 
 
 class InProcessEngine:
-    """An `Engine`: every layer is here."""
+    """An `Engine` with all layers."""
 
     def __init__(self, source: ModelSource, *, device: torch.device, dtype: torch.dtype) -> None:
         config, layers = source.config, range(source.config.num_layers)
         weights = source.load(layers, first=True, last=True, dtype=dtype, device=device)
-        self._part = StageModel(config, layers, first=True, last=True, weights=weights, device=device, dtype=dtype)
+        self._model = StageModel(config, layers, first=True, last=True, weights=weights, device=device, dtype=dtype)
         self._name = source.name
         self._numbers = itertools.count()
 
     @property
     def model_context(self) -> int:
-        return self._part.config.max_seq_len
+        return self._model.config.max_seq_len
 
     context = model_context
 
-    async def stream(self, ask: SequenceRequest) -> AsyncGenerator[Token, None]:
-        number, chooser, tokens = next(self._numbers), Sampler(ask.sampling, prompt=ask.tokens), list(ask.tokens)
-        held = 0
+    async def stream(self, request: SequenceRequest) -> AsyncGenerator[Token, None]:
+        number, sampler, tokens = (
+            next(self._numbers),
+            Sampler(request.sampling, prompt=request.tokens),
+            list(request.tokens),
+        )
+        cached = 0
         try:
-            for left in reversed(range(ask.max_tokens)):
-                while held < len(tokens):
-                    new = tokens[held : held + CHUNK]
-                    answer = held + len(new) == len(tokens)  # the head is wide: it runs for the last chunk alone
-                    row = Row(sequence=number, start=held, count=len(new), answer=answer)
-                    logits_1V = self._part.run([row], torch.tensor(new))
-                    held += len(new)
+            for left in reversed(range(request.max_tokens)):
+                while cached < len(tokens):
+                    new = tokens[cached : cached + CHUNK]
+                    answer = cached + len(new) == len(tokens)  # the head is expensive: for the last chunk only
+                    row = Row(sequence=number, start=cached, count=len(new), answer=answer)
+                    logits_1V = self._model.run([row], torch.tensor(new))
+                    cached += len(new)
                 try:
-                    token = chooser.choose(logits_1V[0])
-                except ValueError as error:  # logits that are no numbers
+                    token = sampler.choose(logits_1V[0])
+                except ValueError as error:  # logits that are not finite
                     raise RetriesExhausted(str(error)) from error
-                if token.token in ask.stop_tokens:
+                if token.token in request.stop_tokens:
                     yield Token(token=-1, finish="stop")
                     return
-                chooser.accept(token.token)
+                sampler.accept(token.token)
                 tokens.append(token.token)
                 yield dataclasses.replace(token, finish="length") if left == 0 else token
         finally:
-            self._part.forget(number)
+            self._model.forget(number)
 
     def state(self) -> dict[str, Any]:
-        layers = self._part.config.num_layers
-        here = {"name": "here", "device": str(self._part.device), "state": "ready"}
+        layers = self._model.config.num_layers
+        here = {"name": "here", "device": str(self._model.device), "state": "ready"}
         stages = [{"layers": [0, layers - 1], "machines": [here]}]
         return {"ready": True, "model": self._name, "layers": layers, "stages": stages, "spares": [], "lost": []}
 
 
 class InProcessClient:
-    """What `Client` is for a server."""
+    """A `CompletionClient` without a server."""
 
     def __init__(self, service: Service) -> None:
         self._service, self.name = service, service.model_name

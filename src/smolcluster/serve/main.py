@@ -1,4 +1,4 @@
-"""The life of a process that serves: a front with its page, or a stage. What is checked, in which order, and how it ends."""
+"""Run a front with its HTTP service, or a stage: checks, start and shutdown."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from smolcluster.serve.engine import scheduler
 from smolcluster.serve.engine.front import LINKS, Front
 from smolcluster.serve.engine.layout import LayoutOptions
 from smolcluster.serve.engine.local import LocalStages
+from smolcluster.serve.engine.model_source import ModelSource
 from smolcluster.serve.engine.sources import find_source
 from smolcluster.serve.engine.stage import StageWorker
 from smolcluster.serve.engine.types import SamplingParams
@@ -40,14 +41,14 @@ from smolcluster.stopping import stop_signals
 
 log = logging.getLogger(__name__)
 
-PORT = 65433  # where stages on other machines find the front
+PORT = 65433  # the front, for stages on other machines
 READY_S = 600.0
-TEMPERATURE, TOP_P = 0.6, 0.9  # where neither the command nor a request gives one
+TEMPERATURE, TOP_P = 0.6, 0.9  # defaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What `smolcluster serve` was asked for."""
+    """Options of `smolcluster serve`."""
 
     model: str
     stages: int | None = None
@@ -63,22 +64,22 @@ class ServeOptions:
     api_key: str | None = None
     allow_hosts: tuple[str, ...] = ()
     concurrency: int = 32
-    temperature: float = TEMPERATURE  # where a request does not say
+    temperature: float = TEMPERATURE  # default of requests
     top_p: float = TOP_P
 
 
 def parse_distribution(text: str | None) -> tuple[int, ...] | str | None:
-    """`10,10,10`, `auto`, or nothing."""
+    """Parse `10,10,10` or `auto`."""
     if text is None or text == "auto":
         return text
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise UserError(f"--layers {text}: give the layers of each stage, such as 10,10,10; or auto")
+        raise UserError(f"--layers {text}: give the number of layers of each stage, such as 10,10,10, or auto")
     return tuple(map(int, text.split(",")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCounts:
-    """How many stages there are to be, and how many of their processes are ours."""
+    """Stages, and how many of their processes run on this machine."""
 
     stages: int
     replicas: int
@@ -87,43 +88,43 @@ class StageCounts:
 
     @property
     def missing(self) -> int:
-        """Processes that must come from elsewhere."""
+        """Stage processes that must join from other machines."""
         return max(0, self.stages * self.replicas - self.workers)
 
 
-def count_stages(wanted: ServeOptions) -> StageCounts:
-    distribution = parse_distribution(wanted.layers)
-    stages = wanted.stages or (len(distribution) if isinstance(distribution, tuple) else None)
-    workers = wanted.workers if wanted.workers is not None else (stages or 1) * wanted.replicas
-    stages = stages or max(1, workers // wanted.replicas)
-    shape = StageCounts(stages=stages, replicas=wanted.replicas, workers=workers, distribution=distribution)
-    if shape.missing and wanted.listen is None:
+def count_stages(options: ServeOptions) -> StageCounts:
+    distribution = parse_distribution(options.layers)
+    stages = options.stages or (len(distribution) if isinstance(distribution, tuple) else None)
+    workers = options.workers if options.workers is not None else (stages or 1) * options.replicas
+    stages = stages or max(1, workers // options.replicas)
+    shape = StageCounts(stages=stages, replicas=options.replicas, workers=workers, distribution=distribution)
+    if shape.missing and options.listen is None:
         raise UserError(
-            f"--workers {workers} is too few for {stages} stage(s) of {wanted.replicas}: leave --workers out, or let other "
+            f"--workers {workers} is too few for {stages} stage(s) of {options.replicas}: leave out --workers, or let other "
             f"machines join with --listen 0.0.0.0:{PORT}"
         )
     return shape
 
 
-def run_front(wanted: ServeOptions, *, tell: Callable[[str], None], ready: Callable[[str], None]) -> int:
-    """Serve until Ctrl-C, SIGTERM or SIGHUP. Everything that can be wrong without the model is reported before it is loaded."""
-    shape = count_stages(wanted)
-    dtype_of(wanted.dtype)
-    # Without --listen only our own processes connect, and nothing leaves this machine: no token is needed for that.
-    keyring = None if wanted.listen is None else load_keyring(None, os.environ)
-    listen = ("127.0.0.1", 0) if wanted.listen is None else split_address(wanted.listen)
+def run_front(options: ServeOptions, *, report: Callable[[str], None], ready: Callable[[str], None]) -> int:
+    """Serve until Ctrl-C, SIGTERM or SIGHUP. Options are checked before the model is loaded."""
+    shape = count_stages(options)
+    dtype_of(options.dtype)
+    # Without --listen only processes of this machine connect: no token is needed.
+    keyring = None if options.listen is None else load_keyring(None, os.environ)
+    listen = ("127.0.0.1", 0) if options.listen is None else split_address(options.listen)
     check_bind(listen[0], keyring)
     place = http.HttpSettings(
-        bind=wanted.bind, port=wanted.port, key=wanted.api_key, allow_hosts=wanted.allow_hosts
+        bind=options.bind, port=options.port, key=options.api_key, allow_hosts=options.allow_hosts
     ).checked()
     for number in stop_signals():
         if number != signal.SIGINT:
             signal.signal(number, _terminated)
     with contextlib.closing(http.open_port(place)) as opened:
         number = opened.getsockname()[1]
-        with _front(wanted, shape, keyring, listen, tell) as (front, service):
-            if wanted.port is None and number != http.PORT:
-                tell(f"port {http.PORT} is taken: this page has {number}")
+        with _front(options, shape, keyring, listen, report) as (front, service):
+            if options.port is None and number != http.PORT:
+                report(f"port {http.PORT} is in use: serving on {number}")
             asyncio.run(_serve(front, service, place, opened, ready, alone=not shape.missing))
     return 0
 
@@ -142,8 +143,7 @@ async def _serve(
     *,
     alone: bool,
 ) -> None:
-    """While the model is loaded, clients get a 503 that says so. With `alone` no other machine will join: a failure of our own
-    stages ends it."""
+    """Serve; clients get 503 until the model is loaded. With `alone` no other machine will join: stop if our stages fail."""
     failed = asyncio.Event()
     loading: list[asyncio.Task[None]] = []
 
@@ -151,7 +151,7 @@ async def _serve(
         try:
             if alone:
                 await wait_until_loaded(front)
-        except Exception:  # whatever it is: it would look as if it still loaded
+        except Exception:  # of any kind: else the server would seem to load for ever
             failed.set()
             raise
         ready(url)
@@ -170,16 +170,16 @@ async def _serve(
 
 @contextlib.contextmanager
 def _front(
-    wanted: ServeOptions,
+    options: ServeOptions,
     shape: StageCounts,
     keyring: Keyring | None,
     listen: tuple[str, int],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Iterator[tuple[Front, Service]]:
-    """The model, which its stages begin to load."""
+    """Start the front and its local stages, which begin to load the model."""
     if shape.workers:
-        choose_device(wanted.device, asked_by="--device")
-    source = find_source(wanted.model)
+        choose_device(options.device, asked_by="--device")
+    source = find_source(options.model)
     text = source.text()
     transport = TcpTransport(new_peer(role="front", rank=0, host=socket.gethostname()), keyring=keyring, limits=LINKS)
     with contextlib.ExitStack() as stack:
@@ -188,11 +188,11 @@ def _front(
                 transport,
                 source,
                 options=LayoutOptions(stages=shape.stages, replicas=shape.replicas, distribution=shape.distribution),
-                codec=wanted.codec,
-                dtype=dtype_of(wanted.dtype),
+                codec=options.codec,
+                dtype=dtype_of(options.dtype),
                 limits=scheduler.SchedulerLimits(
-                    running=wanted.concurrency,
-                    waiting=max(scheduler.SchedulerLimits().waiting, service_limits(wanted).sequences),
+                    running=options.concurrency,
+                    waiting=max(scheduler.SchedulerLimits().waiting, service_limits(options).sequences),
                 ),
                 listen=listen,
             )
@@ -200,49 +200,53 @@ def _front(
             transport.close()
             raise
         host, port = listen[0], front.address.rpartition(":")[2]
-        options = [
-            *(["--device", wanted.device] if wanted.device else []),
-            *(["--dtype", wanted.dtype] if wanted.dtype else []),
-            *(["--bind", host] if not is_loopback(host) else []),
-            *(["--no-token"] if keyring is None else []),
-            *(["--model", source.reference["path"]] if source.reference["kind"] != "package" else []),
-        ]
+        arguments = _stage_arguments(options, source, host, token=keyring is not None)
         local = f"127.0.0.1:{port}" if host in ("0.0.0.0", "::") else front.address
-        children = LocalStages(local, shape.workers, gave_up=front.note_problem, options=options)
+        children = LocalStages(local, shape.workers, gave_up=front.note_problem, options=arguments)
         stack.callback(children.close)
-        stack.callback(front.close)  # before that: it sends them a stop
-        stack.callback(children.expect_the_end)
-        tell(f"{source.name}: {source.config.num_layers} layers, {shape.stages} stage(s)")
-        if wanted.listen is not None:
+        stack.callback(front.close)  # first: it sends STOP
+        stack.callback(children.stop_restarting)
+        report(f"{source.name}: {source.config.num_layers} layers, {shape.stages} stage(s)")
+        if options.listen is not None:
             where, server = (
                 ("other machines", f"HOST:{port}") if not is_loopback(host) else ("this machine", front.address)
             )
             needed = f"; {shape.missing} more needed" if shape.missing else ""
-            tell(f"stages on {where}: smolcluster stage --server {server}{needed}")
-        defaults = SamplingParams(temperature=wanted.temperature, top_p=wanted.top_p)
+            report(f"stages on {where}: smolcluster stage --server {server}{needed}")
+        defaults = SamplingParams(temperature=options.temperature, top_p=options.top_p)
         yield (
             front,
             Service(
                 front,
                 text,
-                model_name=client_model_name(wanted.model),
+                model_name=client_model_name(options.model),
                 defaults=defaults,
-                limits=service_limits(wanted),
+                limits=service_limits(options),
                 chats=text.has_template,
                 openings=source.openings(),
             ),
         )
 
 
-def service_limits(wanted: ServeOptions) -> ServiceLimits:
-    """As many wait as are answered at once, whatever that number is."""
+def _stage_arguments(options: ServeOptions, source: ModelSource, host: str, *, token: bool) -> list[str]:
+    return [
+        *(["--device", options.device] if options.device else []),
+        *(["--dtype", options.dtype] if options.dtype else []),
+        *(["--bind", host] if not is_loopback(host) else []),
+        *(["--no-token"] if not token else []),
+        *(["--model", source.reference["path"]] if source.reference["kind"] != "package" else []),
+    ]
+
+
+def service_limits(options: ServeOptions) -> ServiceLimits:
+    """Return limits that let as many sequences wait as run."""
     usual = ServiceLimits()
-    sequences = max(usual.sequences, 2 * wanted.concurrency)
+    sequences = max(usual.sequences, 2 * options.concurrency)
     return replace(usual, sequences=sequences, requests=max(usual.requests, sequences))
 
 
 def load_in_process(model: str, device: str | None) -> InProcessClient:
-    """A model for this process alone."""
+    """Load a model in this process."""
     source, chosen = find_source(model), choose_device(device, asked_by="--device")
     text = source.text()
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
@@ -252,15 +256,15 @@ def load_in_process(model: str, device: str | None) -> InProcessClient:
 
 
 def client_model_name(model: str) -> str:
-    """What clients call it."""
+    """Return the model name for clients."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-.") or "model"
 
 
 async def wait_until_loaded(front: Front) -> None:
-    """Until all layers are held. Raises SmolclusterError with what is in the way."""
+    """Wait until all layers are loaded. Raises SmolclusterError with the problems."""
     until = time.monotonic() + READY_S
     while not front.wait_ready(0.0):
-        problems = [] if front.coming else front.problems()  # a spare may have taken over
+        problems = [] if front.coming else front.problems()  # else a spare may take over
         if problems or time.monotonic() > until:
             raise SmolclusterError("; ".join(problems) or f"the model was not loaded in {READY_S:g} s")
         await asyncio.sleep(0.1)
@@ -272,70 +276,77 @@ def dtype_of(name: str | None) -> torch.dtype:
     return DTYPES[name or "fp32"]
 
 
-def run_stage(
-    server: str,
-    *,
-    name: str | None,
-    device: str | None,
-    dtype: str | None,
-    memory: str | None,
-    files: Path | None,
-    threads: int | None,
-    bind: str | None,
-    port: int,
-    no_token: bool,
-    local_rank: int,
-    stop: threading.Event,
-) -> int:
-    """Hold layers until `stop`, Ctrl-C, or a stop from the front."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProcessOptions:
+    """Options of `smolcluster stage`."""
+
+    name: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    memory: str | None = None
+    files: Path | None = None  # that the front may name
+    threads: int | None = None
+    bind: str | None = None
+    port: int = 0
+    no_token: bool = False
+    local_rank: int = 0
+
+
+def run_stage(server: str, options: StageProcessOptions, stop: threading.Event) -> int:
+    """Run a stage until `stop`, Ctrl-C, or STOP from the front. Return the exit status."""
+    worker, transport = _open_stage(server, options)
+    interrupted = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        worker.stop()
+
+    for number in stop_signals():
+        signal.signal(number, interrupt)
+
+    def watch() -> None:
+        stop.wait()
+        worker.stop()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        worker.run()
+    finally:
+        transport.close()
+    if worker.refusal is not None:
+        raise UserError(f"{server} refused this stage: {worker.refusal}")
+    return 130 if interrupted.is_set() and not stop.is_set() else 0
+
+
+def _open_stage(server: str, options: StageProcessOptions) -> tuple[StageWorker, TcpTransport]:
     split_address(server)
-    keyring = None if no_token else load_keyring(None, os.environ)
+    keyring = None if options.no_token else load_keyring(None, os.environ)
     check_dial(server, keyring)
     here = own_host(server)
-    check_bind(bind or here, keyring)
-    chosen = choose_device(device, local_rank=local_rank, asked_by="--device")
-    kind = None if dtype is None else dtype_of(dtype)
-    if chosen.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length: 40 ms a token
-    limit = None if memory is None else parse_size(memory, what="--memory")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    name = name or socket.gethostname().partition(".")[0] or "here"
+    check_bind(options.bind or here, keyring)
+    device = choose_device(options.device, local_rank=options.local_rank, asked_by="--device")
+    dtype = None if options.dtype is None else dtype_of(options.dtype)
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN replans for every length: 40 ms a token
+    memory_bytes = None if options.memory is None else parse_size(options.memory, what="--memory")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    name = options.name or socket.gethostname().partition(".")[0] or "here"
     transport = TcpTransport(new_peer(role="stage", rank=0, host=name), keyring=keyring, limits=LINKS)
     try:
-        holder = StageWorker(
+        worker = StageWorker(
             transport,
             server,
             name=name,
             host=this_machine(),
-            listen=(bind or here, port),
+            listen=(options.bind or here, options.port),
             advertise=here,
-            device=chosen,
-            dtype=kind,
-            memory_bytes=limit,
-            files=None if files is None else files.expanduser(),
+            device=device,
+            dtype=dtype,
+            memory_bytes=memory_bytes,
+            files=None if options.files is None else options.files.expanduser(),
         )
     except BaseException:
         transport.close()
         raise
-    interrupted = threading.Event()
-
-    def end(*_: object) -> None:
-        interrupted.set()
-        holder.stop()
-
-    for number in stop_signals():
-        signal.signal(number, end)
-
-    def watch() -> None:
-        stop.wait()
-        holder.stop()
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        holder.run()
-    finally:
-        transport.close()
-    if holder.refusal is not None:
-        raise UserError(f"{server} would not have this stage: {holder.refusal}")
-    return 130 if interrupted.is_set() and not stop.is_set() else 0
+    return worker, transport

@@ -1,10 +1,10 @@
-"""A small client of the API, for the terminal: questions in, pieces of the answer out as they come. Standard library only.
+"""A client of the API, for the terminal. Standard library only.
 
     client = Client("http://127.0.0.1:5050")
     for piece in client.chat([{"role": "user", "content": "Why is the sky blue?"}], options={"temperature": 0.7}):
         print(piece.text, end="")
 
-Closing the generator closes the connection, and the server frees what the answer held.
+Closing the generator closes the connection, and the server frees the sequence.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from smolcluster.observe.text import printable
 
 URL = "http://127.0.0.1:5050"
 CONNECT_S = 10.0
-READY_S, LOOK_S = 900.0, 0.5  # how long a start may take, and how often it is looked at
-SILENCE_S = 600.0  # a long prompt on a slow machine takes its time
+READY_S, LOOK_S = 900.0, 0.5  # for a server to start, and the polling interval
+SILENCE_S = 600.0  # a long prompt on a slow machine
 MOST_LINE = 1 << 20  # bytes of one event
-MOST_BODY = 64 << 20  # bytes of an answer that is not streamed
+MOST_BODY = 64 << 20  # bytes
 
 Json = dict[str, Any]
 RequestOptions = Mapping[str, Any]
 
 
 class ServerFailed(SmolclusterError):
-    """The server is there and does not answer this."""
+    """The server failed to answer."""
 
     def __init__(self, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -44,12 +44,12 @@ class ServerFailed(SmolclusterError):
 
 
 class RequestRejected(UserError):
-    """What was asked is wrong: asked again it would be refused again."""
+    """The request is invalid: do not retry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerChunk:
-    """Some of an answer. The last one has the reason why it ends, and the number of its tokens."""
+    """Some of an answer. The last chunk has the finish reason and the number of tokens."""
 
     text: str = ""
     finish: str | None = None
@@ -57,7 +57,7 @@ class AnswerChunk:
 
 
 class CompletionClient(Protocol):
-    """What continues a text: this client, or a model in this process."""
+    """A server, or a model in this process."""
 
     def complete(
         self, prompt: str, *, options: RequestOptions, stream: bool = True
@@ -68,16 +68,16 @@ class ServerClient:
     """One server. Every request has its own connection."""
 
     def __init__(self, url: str = URL, *, key: str | None = None) -> None:
-        url, _, behind = url.partition("#")  # what `smolcluster serve` prints carries the key there
+        url, _, behind = url.partition("#")  # `smolcluster serve` prints a URL with the key there
         key = key or (behind.removeprefix("key=") if behind.startswith("key=") else None)
         self._secure, self._host, self._port, self._path = _parts(url)
         self.url = url.rstrip("/")
         if key is not None and not re.fullmatch(r"[\x21-\x7e]+", key):
-            raise UserError("--key has characters that no key has: it goes into a header of plain ASCII")
+            raise UserError("--key has characters that are not printable ASCII")
         self._key = key
 
     def models(self) -> list[str]:
-        """The names of what is served."""
+        """Return the names of the models."""
         with self._ask("GET", "/v1/models") as answer:
             data = _whole(answer).get("data")
         names = [model.get("id") for model in data if isinstance(model, dict)] if isinstance(data, list) else []
@@ -87,27 +87,27 @@ class ServerClient:
         return found
 
     def describe(self) -> Json:
-        """Return the /config of a server of ours. Empty for other servers."""
+        """Return /config; empty for other servers than ours."""
         with contextlib.suppress(SmolclusterError), self._ask("GET", "/config") as answer:
             return _whole(answer)
         return {}
 
-    def wait_ready(self, tell: Callable[[str], None], *, within_s: float = READY_S) -> None:
-        """Wait while stages are starting, and tell how far they are. Raises ServerFailed when they never are ready."""
-        said, until = "", time.monotonic() + within_s
+    def wait_ready(self, report: Callable[[str], None], *, within_s: float = READY_S) -> None:
+        """Wait until the server is ready, reporting progress. Raises ServerFailed after `within_s`."""
+        reported, until = "", time.monotonic() + within_s
         while (waiting := self._not_ready()) is not None:
             if time.monotonic() > until:
                 raise ServerFailed(f"{self.url} is still not ready after {within_s:g} s: {waiting}")
-            if waiting != said:
-                tell(waiting)
-                said = waiting
+            if waiting != reported:
+                report(waiting)
+                reported = waiting
             time.sleep(LOOK_S)
 
     def _not_ready(self) -> str | None:
         try:
             with self._ask("GET", "/health", fine=(200, 503)) as answer:
                 ready, state = answer.status == 200, _whole(answer)
-        except SmolclusterError:  # another kind of server, or none: the next request reports it
+        except SmolclusterError:  # another server, or none: the next request reports it
             return None
         if ready:
             return None
@@ -118,13 +118,13 @@ class ServerClient:
     def chat(
         self, messages: Sequence[Mapping[str, str]], *, options: RequestOptions
     ) -> Generator[AnswerChunk, None, None]:
-        """The answer to a conversation. `options`: model, temperature, top_p, max_tokens, ..., as the API names them."""
+        """Stream the answer to a conversation. `options`: model, temperature, ..., as in the API."""
         yield from self._generate("/v1/chat/completions", {**options, "messages": list(messages)}, stream=True)
 
     def complete(
         self, prompt: str, *, options: RequestOptions, stream: bool = True
     ) -> Generator[AnswerChunk, None, None]:
-        """What follows a text."""
+        """Continue a text."""
         yield from self._generate("/v1/completions", {**options, "prompt": prompt}, stream=stream)
 
     def _generate(self, path: str, body: Json, *, stream: bool) -> Generator[AnswerChunk, None, None]:
@@ -162,47 +162,47 @@ class ServerClient:
             try:
                 yield answer
             except TimeoutError as error:
-                raise ServerFailed(f"{self.url} has said nothing for {SILENCE_S:g} seconds") from error
+                raise ServerFailed(f"{self.url} has sent nothing for {SILENCE_S:g} seconds") from error
             except (OSError, http.client.HTTPException) as error:
-                raise ServerFailed(f"the answer broke off: the connection to {self.url} was lost") from error
+                raise ServerFailed(f"lost the connection to {self.url} before the end of the answer") from error
 
     def _unreachable(self, error: Exception) -> SmolclusterError:
         if isinstance(error, ConnectionRefusedError):
-            return UserError(f"nothing answers at {self.url}; start a server with: smolcluster serve smollm2")
+            return UserError(f"no server at {self.url}; start one with: smolcluster serve smollm2")
         if isinstance(error, socket.gaierror):
-            return UserError(f"{self.url}: there is no machine called {self._host}; check the address")
+            return UserError(f"{self.url}: unknown host {self._host}; check the address")
         if isinstance(error, TimeoutError):
             return UserError(f"{self.url} does not answer; is the server running, and can this machine reach it?")
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return UserError(f"{self.url} cannot be asked: {why}; the address of a server is like {URL}")
+        return UserError(f"cannot connect to {self.url}: {why}; an address is like {URL}")
 
     def _refused(self, answer: http.client.HTTPResponse) -> SmolclusterError:
-        said = ""
+        reported = ""
         with contextlib.suppress(ValueError, ServerFailed, AttributeError):
             error = _whole(answer).get("error")
-            said = str(error.get("message") if isinstance(error, dict) else error or "")
+            reported = str(error.get("message") if isinstance(error, dict) else error or "")
         if answer.status == 401:
             how = "that is not its key" if self._key else "give it with --key or in SMOLCLUSTER_API_KEY"
             return UserError(f"{self.url} needs a key: {how}")
         after = answer.headers.get("retry-after", "")
         retry_after_s = float(after) if re.fullmatch(r"[0-9]{1,5}", after) else None
         if answer.status in (429, 503):
-            otherwise = "it has too much to do" if answer.status == 429 else "the model is not ready"
+            otherwise = "the server is overloaded" if answer.status == 429 else "the model is not ready"
             later = f"; try again in {retry_after_s:g} s" if retry_after_s is not None else "; try again later"
-            return ServerFailed(f"{said or otherwise}{later}", status=answer.status, retry_after_s=retry_after_s)
-        if answer.status in (400, 413, 422) or (answer.status == 404 and said):
-            return RequestRejected(said or f"{self.url} refuses this request ({answer.status})")
+            return ServerFailed(f"{reported or otherwise}{later}", status=answer.status, retry_after_s=retry_after_s)
+        if answer.status in (400, 413, 422) or (answer.status == 404 and reported):
+            return RequestRejected(reported or f"{self.url} refuses this request ({answer.status})")
         if answer.status == 404:
-            return UserError(f"{self.url} is there, but is no server of models; its address is like {URL}")
+            return UserError(f"{self.url} is not a model server; an address is like {URL}")
         return ServerFailed(
-            f"{self.url} failed ({answer.status})" + (f": {said}" if said else ""), status=answer.status
+            f"{self.url} failed ({answer.status})" + (f": {reported}" if reported else ""), status=answer.status
         )
 
 
 def _parts(url: str) -> tuple[bool, str, int | None, str]:
     """`127.0.0.1:5050`, `http://mini1:5050`, `https://[::1]/below` -> https?, host, port, path."""
     given = url if "://" in url else f"http://{url}"
-    wrong = UserError(f"{url!r} is no address of a server; write it like {URL}")
+    wrong = UserError(f"{url!r} is not the address of a server; write it like {URL}")
     try:
         parts = urlsplit(given)
         host, port = parts.hostname, parts.port
@@ -216,11 +216,11 @@ def _parts(url: str) -> tuple[bool, str, int | None, str]:
 
 
 def _streamed(answer: http.client.HTTPResponse) -> Iterator[AnswerChunk]:
-    """Server-sent events to pieces. Raises unless the server marks the end of the answer."""
+    """Parse server-sent events. Raises ServerFailed if the end of the answer is missing."""
     finished = False
     while line := answer.readline(MOST_LINE + 1):
         if len(line) > MOST_LINE:
-            raise ServerFailed("the server sent a line without an end")
+            raise ServerFailed("the server sent too long a line")
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
@@ -236,20 +236,20 @@ def _streamed(answer: http.client.HTTPResponse) -> Iterator[AnswerChunk]:
         if (text := _text(choice)) or finish is not None or tokens is not None:
             yield AnswerChunk(text=text, finish=finish, tokens=tokens)
     if not finished:
-        raise ServerFailed("the answer broke off: the connection to the server was lost")
+        raise ServerFailed("lost the connection to the server before the end of the answer")
 
 
 def _whole(answer: http.client.HTTPResponse) -> Json:
     body = answer.read(MOST_BODY + 1)
     if len(body) > MOST_BODY:
-        raise ServerFailed("the server sent an answer without an end")
+        raise ServerFailed("the server sent too large an answer")
     return _object(body)
 
 
 def _object(data: bytes) -> Json:
     found = json_object(data)
     if found is None:
-        raise ServerFailed("the server sent something that is no answer; is it a server of models?")
+        raise ServerFailed("the server sent an invalid answer; is it a model server?")
     return found
 
 
@@ -260,7 +260,7 @@ def _choice(chunk: Json) -> Json:
 
 
 def _text(choice: Json) -> str:
-    """Of a chat, streamed or whole, or of a completion."""
+    """Return the text of a chat choice, streamed or whole, or of a completion."""
     holder = choice.get("delta") or choice.get("message") or choice
     text = holder.get("content", holder.get("text")) if isinstance(holder, dict) else None
     return text if isinstance(text, str) else ""

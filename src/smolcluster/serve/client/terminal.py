@@ -1,4 +1,4 @@
-"""A conversation in a terminal, and a single answer in a pipe.
+"""Chat in a terminal; a single answer in a pipe.
 
 Control characters and escape sequences in a model's text are removed, also when a sequence arrives in pieces: `TerminalText`.
 """
@@ -21,23 +21,23 @@ from smolcluster.errors import SmolclusterError, UserError, suggest
 from smolcluster.observe.text import duration, encodable, printable
 from smolcluster.serve.client.http import AnswerChunk, RequestOptions, RequestRejected, ServerClient
 
-_OPEN = re.compile(r"\x1b(?:\[[0-?]*[ -/]*)?\Z")  # an escape sequence that has not ended yet
+_OPEN = re.compile(r"\x1b(?:\[[0-?]*[ -/]*)?\Z")  # an incomplete escape sequence
 _LONGEST_OPEN = 64
-_KEPT = "\n\t\u200c\u200d"  # the last two join letters and pictures: without them some scripts fall apart
+_KEPT = "\n\t\u200c\u200d"  # the last two join letters and emoji
 _QUOTES = '"""'
 
 HELP = """/new              a new conversation
-/system [TEXT]    how the model should behave; nothing: forget it
-/set [NAME VALUE] temperature, top_p, top_k, max_tokens, seed, repetition_penalty; a value of - for the server's own
-/retry            the last answer again
+/system [TEXT]    the system prompt; nothing: remove it
+/set [NAME VALUE] temperature, top_p, top_k, max_tokens, seed, repetition_penalty; -: the server's default
+/retry            answer again
 /save FILE        the conversation as text, or with .json as messages
 /quit             leave; so does Ctrl-D
-A line that ends in \\ goes on in the next; \"\"\" begins and ends a text of several lines. Ctrl-C stops an answer."""
+A line that ends in \\ continues in the next; \"\"\" begins and ends a text of several lines. Ctrl-C stops an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberOption:
-    """A number of the API that may be set, and the values that make sense."""
+    """A numeric option of the API, with its range."""
 
     least: float
     most: float
@@ -47,7 +47,7 @@ class NumberOption:
         try:
             value = int(text) if self.whole else float(text)
         except ValueError:
-            raise UserError(f"{name}: {text!r} is no {'whole ' if self.whole else ''}number") from None
+            raise UserError(f"{name}: {text!r} is not a {'whole ' if self.whole else ''}number") from None
         if not self.least <= value <= self.most:
             least, most = (f"{int(n)}" if self.whole else f"{n:g}" for n in (self.least, self.most))
             raise UserError(f"{name} {text} is outside {least} to {most}")
@@ -65,7 +65,7 @@ OPTIONS = {
 
 
 class TerminalText:
-    """Pieces of a model's text, fit for a terminal. What may be the beginning of an escape sequence waits for the rest."""
+    """Model text, made safe for a terminal. An incomplete escape sequence is held back."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -82,7 +82,7 @@ class TerminalText:
 
 
 def print_pieces(pieces: Iterable[AnswerChunk], out: IO[str]) -> str:
-    """Write an answer as it comes, and nothing else; returns its text."""
+    """Write an answer as it comes. Return its text."""
     shown, whole, last = TerminalText(), "", ""
     for piece in pieces:
         whole += piece.text
@@ -102,7 +102,7 @@ def _write(text: str, out: IO[str]) -> str:
 
 @dataclass(kw_only=True)
 class Chat:
-    """A conversation. `read` asks for a line with a prompt: EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+    """A conversation. `read` reads a line; it raises EOFError at the end, KeyboardInterrupt for Ctrl-C."""
 
     client: ServerClient
     model: str
@@ -111,16 +111,16 @@ class Chat:
     read: Callable[[str], str] = input
     out: IO[str] = field(default_factory=lambda: sys.stdout)
     colour: bool = False
-    continues: bool = False  # the model has no chat template: it gets the text so far, and continues it
-    openings: Sequence[str] = ()  # to begin from
+    continues: bool = False  # no chat template: the model continues the text so far
+    openings: Sequence[str] = ()  # examples
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self) -> int:
-        """Until it is left: 0, or 130 by Ctrl-C."""
-        self._note(f"{printable(self.model)} at {self.client.url}; /help tells what there is, Ctrl-D leaves")
+        """Run until the user leaves. Return 0, or 130 after Ctrl-C."""
+        self._note(f"{printable(self.model)} at {self.client.url}; /help for help, Ctrl-D to leave")
         if self.continues:
             example = f", such as: {printable(self.openings[0])}" if self.openings else ""
-            self._note(f"this model has no chat template: it continues a text; write how one begins{example}")
+            self._note(f"this model has no chat template: write the beginning of a text to continue{example}")
         interrupted = False
         while True:
             try:
@@ -147,7 +147,7 @@ class Chat:
                 self._note(str(error))
 
     def _question(self) -> str:
-        """One line, or several: behind a backslash, or between triple quotes."""
+        """Read a line, or several after a backslash or between triple quotes."""
         line = self.read("> ")
         if line.lstrip().startswith(_QUOTES):
             text = line.lstrip()[len(_QUOTES) :]
@@ -159,7 +159,7 @@ class Chat:
         return line
 
     def _answer(self) -> bool:
-        """Ask with the conversation so far; False when Ctrl-C stopped it."""
+        """Request and print an answer. Return False when Ctrl-C stopped it."""
         began = time.monotonic()
         asked = [{"role": "system", "content": self.system}] if self.system else []
         text, finished, first_s, tokens, ended = "", True, None, None, None
@@ -182,12 +182,12 @@ class Chat:
                 finished = False
             except RequestRejected as error:
                 self.messages.pop()
-                more = "; /new begins a new conversation" if self.messages else ""
-                self._note(f"{error}; your question was taken back{more}")
+                more = "; /new starts a new conversation" if self.messages else ""
+                self._note(f"{error}; your message was removed{more}")
                 return True
             except SmolclusterError as error:
                 self._say("" if not text else shown.flush())
-                self._note(f"{error}; /retry asks again")
+                self._note(f"{error}; /retry to try again")
                 self._keep(text)
                 return True
         self._say(shown.flush())
@@ -197,7 +197,7 @@ class Chat:
         elif tokens and first_s is not None:
             rest_s = time.monotonic() - began - first_s
             rate = f"{(tokens - 1) / rest_s:.1f} tokens/s, " if tokens > 1 and rest_s > 0 else ""
-            cut = ", cut off at the longest answer" if ended == "length" else ""
+            cut = ", cut off at max_tokens" if ended == "length" else ""
             self._note(f"{rate}first after {duration(first_s)}, {tokens} tokens{cut}")
         return finished
 
@@ -208,7 +208,7 @@ class Chat:
     # Commands
 
     def _command(self, text: str) -> bool:
-        """False: leave."""
+        """Run a command. Return False to leave."""
         name, _, rest = text.partition(" ")
         rest = rest.strip()
         if name in ("/quit", "/exit", "/q"):
@@ -222,7 +222,9 @@ class Chat:
             "/save": self._save,
         }
         if name not in known:
-            raise UserError(f"there is no {name}; {suggest(name, [*known, '/quit'])}. A question that begins so: //...")
+            raise UserError(
+                f"unknown command {name}; {suggest(name, [*known, '/quit'])}. To send a leading /, write //"
+            )
         known[name](rest)
         return True
 
@@ -234,7 +236,7 @@ class Chat:
         if self.continues:
             raise UserError("/system has no effect: this model has no chat template; put it before your text")
         self.system = text
-        self._note("the model is told so from now on" if text else "the model is told nothing")
+        self._note("system prompt set" if text else "system prompt removed")
 
     def _set(self, text: str) -> None:
         if not text:
@@ -248,13 +250,13 @@ class Chat:
             self.options.pop(name, None)
         else:
             self.options[name] = OPTIONS[name].read(name, value)
-        self._note(f"{name} {self.options.get(name, 'as the server has it')}")
+        self._note(f"{name} {self.options.get(name, 'default of the server')}")
 
     def _retry(self) -> None:
         while self.messages and self.messages[-1]["role"] == "assistant":
             self.messages.pop()
         if not self.messages:
-            raise UserError("there is nothing to ask again")
+            raise UserError("there is nothing to retry")
         self._answer()
 
     def _save(self, text: str) -> None:
@@ -268,8 +270,8 @@ class Chat:
             with path.open("x", encoding="utf-8", errors="replace") as file:
                 file.write(content)
         except FileExistsError:
-            raise UserError(f"{path} is there already; choose another name") from None
-        except (OSError, ValueError) as error:  # the latter: a name that no file system takes
+            raise UserError(f"{path} exists; choose another name") from None
+        except (OSError, ValueError) as error:  # ValueError: an invalid name
             raise UserError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
         self._note(f"{len(self.messages)} messages in {path}")
 
@@ -284,7 +286,7 @@ class Chat:
 
 
 def continued(messages: Iterable[Mapping[str, str]]) -> str:
-    """The text so far. What a person adds begins a new line."""
+    """Join the messages to one text; those of the user begin on a new line."""
     text = ""
     for message in messages:
         if message["role"] == "user" and text and not text.endswith("\n"):
@@ -294,21 +296,21 @@ def continued(messages: Iterable[Mapping[str, str]]) -> str:
 
 
 def _file_named(text: str) -> Path:
-    """The one file name that was typed: in quotes or not, with an apostrophe in it or not."""
+    """Parse the file name of /save, which may be quoted or contain an apostrophe."""
     try:
         names = shlex.split(text) if text.count('"') != 1 and text.count("'") != 1 else [text]
-    except ValueError as error:  # a quotation mark without its other half
-        raise UserError(f"{text} is no file name: {str(error).lower()}") from None
+    except ValueError as error:  # an unmatched quote
+        raise UserError(f"{text} is not a file name: {str(error).lower()}") from None
     if len(names) != 1:
         raise UserError("/save needs one file name, such as /save talk.md")
     try:
         return Path(names[0]).expanduser()
-    except RuntimeError:  # ~ of a user that this machine does not have
+    except RuntimeError:  # ~ of an unknown user
         raise UserError(f"{names[0]}: there is no such home directory") from None
 
 
 def line_reader() -> Callable[[str], str]:
-    """`input`, with arrows and history where the system has them. The history lives as long as the conversation."""
+    """Return `input`, with line editing and history if readline is available."""
     try:
         import readline
     except ImportError:  # Windows
@@ -322,18 +324,18 @@ def is_coloured(out: IO[str]) -> bool:
 
 
 def read_all(stream: IO[str], *, what: str) -> str:
-    """One question from a pipe."""
+    """Read a prompt from a pipe."""
     try:
         text = stream.read().rstrip("\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"{what} is no {error.encoding} text: {error.reason} at byte {error.start}") from None
+        raise UserError(f"{what} is not {error.encoding} text: {error.reason} at byte {error.start}") from None
     if not text.strip():
-        raise UserError(f"{what} is empty; write it into the pipe, or start without one")
+        raise UserError(f"{what} is empty; write a prompt to the pipe, or run without one")
     return text
 
 
 def given(options: RequestOptions) -> dict[str, Any]:
-    """Those that were given on the command line, checked."""
+    """Return the options given on the command line, checked."""
     found = {name: value for name, value in options.items() if value is not None}
     for name, value in found.items():
         if name in OPTIONS:

@@ -101,9 +101,7 @@ class Front:
         self._weights = WeightSender(transport, source)
         self._closed = False
         self._ready = threading.Event()
-        self._undelivered: list[
-            tuple[Callable[[StreamItem], None], StreamItem]
-        ] = []  # for users; told when the next batch has left
+        self._undelivered: list[tuple[Callable[[StreamItem], None], StreamItem]] = []
         self.hops: deque[tuple[float, tuple[HopTiming, ...]]] = deque(
             maxlen=4096
         )  # of batches: total seconds, and those of each stage

@@ -1,24 +1,19 @@
-"""How the next token is chosen from the logits of a sequence.
+"""Sample the next token from the logits of a sequence, in the order of other engines:
 
-In this order, as users of other engines expect it:
-
-    repetition penalty      of every token seen, prompt included: positive logits divided by it, negative multiplied
-    presence, frequency     subtracted from tokens generated so far: once, and once for each time
-    temperature 0           the likeliest now, the lowest id among equals; nothing of what follows
+    repetition penalty      for all tokens so far, prompt included: divides positive logits, multiplies negative
+    presence, frequency     subtracted from generated tokens: once, and once for each occurrence
+    temperature 0           greedy: the largest logit, the lowest id among equals; the steps below are skipped
     temperature             logits divided by it
-    top-k                   exactly the k likeliest
-    top-p                   of these the fewest, the likeliest first, that have at least this share of the probability
-    draw                    in proportion to what is left
+    top-k                   keeps exactly the k most likely
+    top-p                   keeps the fewest of them, most likely first, with at least this probability
+    draw                    in proportion to the remaining probabilities
 
-Where two tokens are equally likely and one is too many, the lower id stays. Log probabilities are of the model's own
-distribution: the log softmax of the logits as they came, before all of this.
+Of equally likely tokens the lower id is kept. Log probabilities are of the unmodified logits.
 
-**The draw can be repeated on another machine.** It takes one number u in [0, 1), a hash of the seed and the position in the
-sequence, and the first token, in the order of ids, at which the summed probability exceeds u. So it depends on the seed, the
-position and the distribution alone, and in that order of ids two tokens that nearly tie may change places without any effect:
-rounding matters only if u lies within it of an edge.
+**The draw is reproducible on another machine.** u in [0, 1) is a hash of the seed and the position in the sequence; the token
+is the first, in order of ids, at which the cumulative probability exceeds u.
 
-Arithmetic is fp64, in numpy: for one row of a vocabulary it starts sooner than torch does.
+Arithmetic is fp64, in numpy, which is faster than torch for one row.
 """
 
 from __future__ import annotations
@@ -36,13 +31,13 @@ from smolcluster.serve.engine.types import SamplingParams, Token
 
 Floats = NDArray[np.floating]
 Ids = NDArray[np.int64]
-NUCLEUS = (1024, 8192)  # top-p looks among so many of the likeliest first, and sorts all only if these are too few
-BLOCK = 256  # numbers that are summed before they are looked at
+NUCLEUS = (1024, 8192)  # top-p sorts this many of the most likely first, and all only if these are too few
+BLOCK = 256  # length of partial sums
 IMPOSSIBLE = -9999.0  # a log probability
 
 
 class Sampler:
-    """One sequence: how its tokens are chosen, and those it has. `sample` changes nothing; `accept` adds a token."""
+    """The sampling of one sequence. `sample` has no side effects; `accept` adds a token."""
 
     def __init__(
         self,
@@ -52,7 +47,7 @@ class Sampler:
         *,
         position: int | None = None,
     ) -> None:
-        """`position` of the token that is chosen next: to be given where the tokens before it are not all here."""
+        """`position` of the next token, if not all earlier tokens are given."""
         self.sampling = sampling
         self.position = len(prompt) + len(generated) if position is None else position
         self._seen = set(prompt) | set(generated) if sampling.repetition_penalty != 1 else set()
@@ -60,19 +55,19 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """Whether the next token is the likeliest of the logits as they come, and nothing else is asked."""
+        """Whether it is greedy on the unmodified logits, without logprobs."""
         one = self.sampling
         return one.temperature == 0 and one.logprobs is None and not one.looks_back
 
     def accept(self, token: int) -> None:
-        """The sequence goes on with this token."""
+        """Append a token."""
         self.position += 1
         self._generated[token] += 1
         if self.sampling.repetition_penalty != 1:
             self._seen.add(token)
 
     def choose(self, logits_V: Tensor) -> Token:
-        """The token that the sequence goes on with. ValueError for logits of which none is the largest number."""
+        """Return the next token. Raises ValueError if the largest logit is not finite."""
         return self._choose(to_numpy(logits_V))
 
     def _choose(self, logits: Floats) -> Token:
@@ -106,7 +101,7 @@ class Sampler:
 
 
 def sample(choosers: Sequence[Sampler], logits_BV: Tensor) -> list[Token]:
-    """The next token of each sequence. Where greedy rows lie on a GPU, only their tokens leave it."""
+    """Return the next token of each sequence. Greedy rows on a GPU are sampled there."""
     if logits_BV.device.type == "cpu" or not any(one.plain for one in choosers):
         return [one._choose(logits) for one, logits in zip(choosers, to_numpy(logits_BV), strict=True)]
     largest = logits_BV.max(dim=-1)
@@ -119,14 +114,14 @@ def sample(choosers: Sequence[Sampler], logits_BV: Tensor) -> list[Token]:
 
 
 def draw(logits: Floats, u: float, sampling: SamplingParams) -> int:
-    """A token by its probability after temperature, top-k and top-p: that at which the sum passes u."""
+    """Return a token drawn with u after temperature, top-k and top-p."""
     ids: Ids | None = None  # None: all, so that nothing is gathered
     if sampling.top_k is not None and sampling.top_k < len(logits):
         ids = likeliest(logits, sampling.top_k)
         logits = logits[ids]
     weights = logits.astype(np.float64)
     weights -= weights.max()
-    with np.errstate(over="ignore"):  # a temperature next to nothing: all but the likeliest become 0
+    with np.errstate(over="ignore"):  # a tiny temperature: all but the largest become 0
         weights /= sampling.temperature
     np.exp(weights, out=weights)
     if sampling.top_p < 1:
@@ -137,27 +132,27 @@ def draw(logits: Floats, u: float, sampling: SamplingParams) -> int:
 
 
 def first_beyond(weights: Floats, u: float) -> int:
-    """The first place at which the summed weights exceed u times all of them. Never that of a weight of 0."""
-    # Sums of blocks first, then inside one of them: running sums over all take longer than all the rest.
+    """Return the first index at which the cumulative weight exceeds u times the total; never one of weight 0."""
+    # Sums of blocks, then inside one block: a cumulative sum over all is slow.
     blocks = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK)).cumsum()
     wanted = u * blocks[-1]
     block = int(np.searchsorted(blocks, wanted, side="right"))
     end = min((block + 1) * BLOCK, len(weights))
     inside = weights[block * BLOCK : end].cumsum() + (blocks[block - 1] if block else 0.0)
     place = block * BLOCK + int(np.searchsorted(inside, wanted, side="right"))
-    # The two ways of summing may differ in the last digit, and u times the sum may be rounded up to it.
+    # The two sums may differ by rounding.
     return place if place < end else int(np.flatnonzero(weights[:end])[-1])
 
 
 def likeliest(numbers: Floats, count: int) -> Ids:
-    """Where the `count` largest numbers stand, in the order of places; of equal ones the first."""
+    """Return the sorted indices of the `count` largest; of equal ones the first."""
     if count >= len(numbers):
         return np.arange(len(numbers))
     return from_least(numbers, np.partition(numbers, len(numbers) - count)[len(numbers) - count], count)
 
 
 def from_least(numbers: Floats, least: float, count: int) -> Ids:
-    """As `likeliest`, where the least of them is known."""
+    """As `likeliest`, given the smallest of them."""
     places = np.flatnonzero(numbers >= least)
     surplus = len(places) - count
     if surplus:
@@ -167,7 +162,7 @@ def from_least(numbers: Floats, least: float, count: int) -> Ids:
 
 
 def nucleus(weights: Floats, share: float) -> Ids:
-    """Where the fewest weights stand that together have this share of the sum; at least one."""
+    """Return the indices of the fewest weights with this share of the sum, at least one."""
     wanted = share * weights.sum()
     for looked_at in (*NUCLEUS, len(weights)):
         first = max(len(weights) - looked_at, 0)
@@ -180,8 +175,8 @@ def nucleus(weights: Floats, share: float) -> Ids:
 
 
 def with_logprobs(token: int, logits: Floats, count: int) -> Token:
-    """The token with its log probability, and the likeliest tokens with theirs. None is below -9999, which OpenAI writes for
-    what cannot be: JSON has no infinity."""
+    """Return the token with its logprob and those of the most likely tokens, clamped at -9999 as OpenAI does: JSON has no
+    infinity."""
     exact = logits.astype(np.float64)
     exact -= exact.max()
     exact -= np.log(np.exp(exact).sum())
@@ -193,16 +188,14 @@ def with_logprobs(token: int, logits: Floats, count: int) -> Token:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from these two alone, the same everywhere."""
+    """Return a number in [0, 1), a hash of seed and position."""
     digest = hashlib.blake2b(f"{seed},{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def must_be_finite(largest: float) -> None:
     if not np.isfinite(largest):
-        raise ValueError(
-            f"the largest logit is {largest}: the model's numbers have overflowed, or its weights are damaged"
-        )
+        raise ValueError(f"the largest logit is {largest}: the model overflowed, or its weights are damaged")
 
 
 def to_numpy(logits: Tensor) -> Floats:

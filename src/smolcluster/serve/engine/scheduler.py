@@ -115,7 +115,7 @@ class Scheduler:
     # Sequences
 
     def submit(self, request: SequenceRequest, deliver: Callable[[StreamItem], None]) -> SequenceState:
-        """Raises NobodyThere or Busy; else `tell` gets the sequence's tokens as they come."""
+        """Queue a sequence; `deliver` gets its tokens. Raises Unavailable or Busy."""
         if not self.routes.open and not self.routes.coming:
             raise Unavailable("no machine holds some layers of the model")
         if len(self._waiting) >= self.limits.waiting:

@@ -179,11 +179,11 @@ class StageModel:
         held = self.lengths()
         lacking = [row for row in rows if row.start > held.get(row.sequence, 0)]
         if lacking:
-            told = ", ".join(
+            reasons = ", ".join(
                 f"sequence {row.sequence} continues at {row.start}, but {held.get(row.sequence, 0)} tokens are cached"
                 for row in lacking
             )
-            raise ValueError(f"{told}: send them again from the first token")
+            raise ValueError(f"{reasons}: send them again from the first token")
         total = sum(row.count for row in rows)
         shape = (total,) if self.first else (total, self.config.model_dim)
         if x.shape != shape or (x.dtype != torch.int64 if self.first else not x.is_floating_point()):

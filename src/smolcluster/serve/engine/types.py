@@ -99,7 +99,7 @@ class Engine(Protocol):
     def stream(self, request: SequenceRequest) -> AsyncGenerator[Token, None]:
         """Yield the tokens that follow. Closing the generator frees the sequence at once.
 
-        Raises Busy or NobodyThere before the first token; NobodyThere or GivenUp later if its machines stay lost.
+        Raises Busy or Unavailable before the first token; Unavailable or RetriesExhausted later if its machines stay lost.
         """
 
     def state(self) -> dict[str, Any]:

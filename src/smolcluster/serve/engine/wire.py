@@ -187,12 +187,12 @@ def model_meta(model: ServedModel) -> dict[str, Any]:
 
 
 def read_model(meta: Mapping[str, Any]) -> ServedModel:
-    told = _read(_ModelMeta, meta)
-    config = from_plain(told.architecture, told.config)
-    if told.codec not in CODECS:
-        raise ValueError(f"unknown codec {told.codec[:20]!r}")
+    read = _read(_ModelMeta, meta)
+    config = from_plain(read.architecture, read.config)
+    if read.codec not in CODECS:
+        raise ValueError(f"unknown codec {read.codec[:20]!r}")
     return ServedModel(
-        name=told.name, config=config, fingerprint=told.fingerprint, reference=told.reference, codec=told.codec
+        name=read.name, config=config, fingerprint=read.fingerprint, reference=read.reference, codec=read.codec
     )
 
 
@@ -228,9 +228,9 @@ def chosen_meta(chosen: Mapping[int, Token], spent: Sequence[HopTiming]) -> dict
 
 
 def read_chosen(meta: Mapping[str, Any]) -> tuple[dict[int, Token], list[HopTiming]]:
-    told = _read(_ChosenMeta, meta)
-    chosen = {s: Token(token=token, logprob=logprob, top=top) for s, token, logprob, top in told.rows}
-    return chosen, told.spent
+    read = _read(_ChosenMeta, meta)
+    chosen = {s: Token(token=token, logprob=logprob, top=top) for s, token, logprob, top in read.rows}
+    return chosen, read.spent
 
 
 def read_room(meta: Mapping[str, Any]) -> int:

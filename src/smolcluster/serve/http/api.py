@@ -1,15 +1,15 @@
-"""The service as an ASGI application: OpenAI's interface, a simple one, the page, and what machines look at.
+"""The service as an ASGI application: OpenAI's API, a simpler one, the page, and monitoring.
 
     POST /v1/chat/completions, /v1/completions     OpenAI's, whole or as server-sent events
-    GET  /v1/models, /v1/models/NAME               what is served: one model
-    POST /chat, /query                             a message or a prompt in, its answer out; see `api_types.py`
-    GET  /health                                   200 when it can answer, else 503; needs no key
-    GET  /config, /metrics, /events                what it is; what it has done (Prometheus); who holds which layers, live
+    GET  /v1/models, /v1/models/NAME               the one model that is served
+    POST /chat, /query                             a message or a prompt; see `api_types.py`
+    GET  /health                                   200 when ready, else 503; without the key
+    GET  /config, /metrics, /events                settings; Prometheus; the layout, live
     POST /login                                    a cookie for the key
-    GET  /, /static/*                              the page; needs no key, and has no secrets
+    GET  /, /static/*                              the page; without the key
 
-Every error has OpenAI's shape. An error in the middle of a stream is an event of that shape, and nothing after it.
-A client that disconnects frees what its request held, at once; so does one that reads nothing of its stream.
+Errors have OpenAI's shape. An error within a stream is its last event. A client that disconnects, or takes nothing of its
+stream, frees its sequences at once.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-LAST_WORDS_S = 1.0  # for answers in the making, when the server ends; less than what it waits for them
-LOOK_S = 0.1  # how often /events looks for something new
-BEAT_S = 15.0  # after so long without news a viewer gets an empty line: that it is gone shows only in writing
-LEFT = 499  # nginx's status for a client that disconnected before the answer
+LAST_WORDS_S = 1.0  # for running answers, when the server stops; less than HttpLimits.ending_s
+LOOK_S = 0.1  # polling interval of /events
+BEAT_S = 15.0  # keep-alive interval of /events: only writing detects a vanished viewer
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the answer
 
 _POSTS = ("/v1/chat/completions", "/v1/completions", "/chat", "/query", "/login")
 _GETS = ("/", "/health", "/config", "/metrics", "/events", "/v1/models")
 _CODES = {401: "invalid_api_key"}
-_ENDS = re.compile("[\\x85\\u2028\\u2029]")  # of lines, to Python's splitlines and JavaScript
+_ENDS = re.compile("[\\x85\\u2028\\u2029]")  # line ends for splitlines and JavaScript
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 def route_of(path: str) -> str:
-    """Its name in the metrics, of which there are few whatever is asked for."""
+    """Return the route's name in the metrics: a fixed set."""
     if path in _POSTS or path in _GETS:
         return path
     return next((start for start in ("/v1/models/", "/static/") if path.startswith(start)), "other")
@@ -83,7 +83,7 @@ def error_json(status: int, text: str) -> tuple[str, bytes]:
 def _methods(path: str) -> tuple[str, ...]:
     if path in _POSTS:
         return ("POST",)
-    return READ_ONLY if route_of(path) != "other" else (*READ_ONLY, "POST")  # what is not there is 404 to both
+    return READ_ONLY if route_of(path) != "other" else (*READ_ONLY, "POST")  # 404 for both
 
 
 def _is_page(path: str) -> bool:
@@ -102,7 +102,7 @@ RULES = GuardRules(
 
 
 class Api:
-    """ASGI. Everything on one event loop, the engine's."""
+    """The ASGI application, on one event loop."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Api:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        status, streamed = LEFT, False
+        status, streamed = CLIENT_CLOSED, False
 
         async def counted(message: Message) -> None:
             nonlocal status, streamed
@@ -137,10 +137,10 @@ class Api:
         try:
             await self._app(scope, receive, counted)
         except asyncio.CancelledError:
-            if not self._closing.is_set() or (status != LEFT and not streamed):
+            if not self._closing.is_set() or (status != CLIENT_CLOSED and not streamed):
                 raise
-            kind, body = error_json(503, "the server is ending")
-            if streamed:  # and waits for a token that does not come
+            kind, body = error_json(503, "the server is stopping")
+            if streamed:  # while it waited for a token
                 await counted({"type": "http.response.body", "body": _events_of([body])})
             else:
                 headers = {"retry-after": "5", "connection": "close"}
@@ -149,8 +149,7 @@ class Api:
             self.service.metrics.requests[route_of(scope["path"]), status] += 1
 
     async def close(self) -> None:
-        """Viewers of /events leave. Answers in the making go on for a moment; what is not done then ends with an error that
-        says so."""
+        """End /events. Running answers get LAST_WORDS_S, then end with an error."""
         self._closing.set()
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self.service.end)
 
@@ -178,12 +177,12 @@ class Api:
                 Route("/", self._static),
                 Route("/static/{path:path}", self._static),
             ],
-            exception_handlers={SmolclusterError: _refused, 404: _nowhere, 500: _refused},
+            exception_handlers={SmolclusterError: _refused, 404: _not_found, 500: _refused},
         )
         app.router.redirect_slashes = False
         return app
 
-    # Answers of the model
+    # Completions
 
     def _openai(self, read: Callable[[Json], ParsedRequest], shape: ResponseFormat) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
@@ -219,7 +218,7 @@ class Api:
     ) -> tuple[ParsedRequest, CompletionJob]:
         limits = self.service.limits
         if self._preparing >= limits.requests and not self._readers.hurry():
-            raise Busy(f"{self._preparing} requests are read already; try again later")
+            raise Busy(f"{self._preparing} requests are being read already; try again later")
         self._preparing += 1
         try:
             body = await read_object(
@@ -235,7 +234,7 @@ class Api:
             self._preparing -= 1
 
     async def _streamed(self, request: Request, job: CompletionJob, frames: Frames) -> Response:
-        """The first piece is waited for: what goes wrong before it still has a status of its own."""
+        """Wait for the first chunk: an error before it still gets its own status."""
         pieces = self.service.stream(job)
 
         async def first() -> TextChunk:
@@ -246,9 +245,9 @@ class Api:
         except BaseException:
             await pieces.aclose()
             raise
-        return event_stream(_written(_behind(piece, pieces), frames), source=pieces, write_s=self._write_s)
+        return event_stream(_encoded(_chain(piece, pieces), frames), source=pieces, write_s=self._write_s)
 
-    # About it
+    # Monitoring
 
     async def _models(self, _: Request) -> Response:
         return _answer({"object": "list", "data": [self._described()]})
@@ -266,9 +265,9 @@ class Api:
         if state.get("ready"):
             return _answer({"status": "ok", "ready": True})
         there, wanted = state.get("there", 0), state.get("wanted", 0)
-        few = f": {there} of {wanted} are there" if there < wanted else ""
+        few = f": {there} of {wanted} connected" if there < wanted else ""
         waiting = {"status": f"waiting for machines{few}", "ready": False, "progress": _progress(state)}
-        if self._key is None:  # they name files; with the key they are in /events
+        if self._key is None:  # they contain paths; with a key, see /events
             waiting["problems"] = state.get("problems", [])
         return _answer(waiting, 503, retry_s=Unavailable.retry_after_s)
 
@@ -301,12 +300,12 @@ class Api:
 
     async def _events(self, _: Request) -> Response:
         if self._viewers >= self.service.limits.viewers:
-            raise Busy(f"{self._viewers} watch already; try again later")
+            raise Busy(f"{self._viewers} viewers already; try again later")
         states = self._states()
-        first = await anext(states, None)  # nothing comes in between: it is counted from here on
+        first = await anext(states, None)  # no await before this: it is counted from here on
         if first is None:
-            raise Unavailable("the server is ending")
-        return event_stream(_behind(first, states), source=states, write_s=self._write_s)
+            raise Unavailable("the server is stopping")
+        return event_stream(_chain(first, states), source=states, write_s=self._write_s)
 
     async def _states(self) -> AsyncGenerator[bytes, None]:
         shown, shown_at = b"", time.monotonic()
@@ -326,7 +325,7 @@ class Api:
             self._viewers -= 1
 
     def _current_state(self) -> bytes:
-        """Asked of the engine once for all viewers."""
+        """Return the engine's state, cached for all viewers."""
         now = time.monotonic()
         if now - self._state_at >= LOOK_S / 2:
             self._state, self._state_at = _json(self.service.engine.state()), now
@@ -339,19 +338,19 @@ class Api:
         if self._key is None:
             return _answer({"ok": True})
         if not equal(given, self._key):
-            return _answer(types.error_body("this is not the key", status=401, field="key", code=_CODES[401]), 401)
+            return _answer(types.error_body("wrong key", status=401, field="key", code=_CODES[401]), 401)
         response = _answer({"ok": True})
         response.headers["set-cookie"] = RULES.login_cookie(self._key, request.scope)
         return response
 
     async def _static(self, request: Request) -> Response:
-        return static_answer(self._files, request) or _nowhere(request, None)
+        return static_answer(self._files, request) or _not_found(request, None)
 
 
 # Streams
 
 
-async def _behind(first: T, others: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+async def _chain(first: T, others: AsyncIterator[T]) -> AsyncGenerator[T, None]:
     yield first
     async for other in others:
         yield other
@@ -363,7 +362,7 @@ Frames = Callable[[AsyncIterator[TextChunk]], AsyncIterator[list[bytes]]]
 def _openai_frames(
     shape: ResponseFormat, head: Json, job: CompletionJob, *, logprobs: bool, include_usage: bool
 ) -> Frames:
-    """Pieces as OpenAI streams them."""
+    """Convert chunks to OpenAI's stream."""
     head = head | {"usage": None} if include_usage else head
 
     async def frames(pieces: AsyncIterator[TextChunk]) -> AsyncIterator[list[bytes]]:
@@ -380,23 +379,23 @@ def _openai_frames(
 
 
 def _simple_frames(model: str, job: CompletionJob) -> Frames:
-    """`{"text": "..."}` for each piece, and at the end what the whole answer would have told."""
+    """Convert chunks to `{"text": "..."}`, and a last event with the other fields of the whole answer."""
 
     async def frames(pieces: AsyncIterator[TextChunk]) -> AsyncIterator[list[bytes]]:
         async for piece in pieces:
-            told = [_json({"text": piece.text})] if piece.text else []
+            events = [_json({"text": piece.text})] if piece.text else []
             if piece.finish is not None:
-                told.append(_json({"done": True, **types.simple_ending(model, piece, job.usage, job.seed)}))
-            yield told
+                events.append(_json({"done": True, **types.simple_ending(model, piece, job.usage, job.seed)}))
+            yield events
 
     return frames
 
 
-async def _written(pieces: AsyncIterator[TextChunk], frames: Frames) -> AsyncGenerator[bytes, None]:
+async def _encoded(pieces: AsyncIterator[TextChunk], frames: Frames) -> AsyncGenerator[bytes, None]:
     try:
-        async for told in frames(pieces):
-            if told:
-                yield _events_of(told)
+        async for events in frames(pieces):
+            if events:
+                yield _events_of(events)
     except Exception as error:  # noqa: BLE001 - sent as an event: the status has gone out
         yield _events_of([_json(_error_response(error)[1])])
 
@@ -408,27 +407,27 @@ def _events_of(datas: list[bytes]) -> bytes:
 # Errors
 
 
-# Status, OpenAI's code and words for an error that has none of its own. The first that fits counts.
+# Status, OpenAI's code and default message of each error; the first match counts.
 _ERRORS: tuple[tuple[type[SmolclusterError], int, str | None, str], ...] = (
     (UnknownModel, 404, None, ""),
     (BadRequest, 400, None, ""),
     (BadBody, 400, None, ""),
     (Busy, 429, "rate_limit_exceeded", "too many requests"),
     (RetriesExhausted, 503, "given_up", ""),
-    (Unavailable, 503, "not_ready", "some layers are on no machine"),
-    (ClientGone, LEFT, None, "gone"),
+    (Unavailable, 503, "not_ready", "no machine holds some layers"),
+    (ClientGone, CLIENT_CLOSED, None, "client closed request"),
 )
 
 
 def _error_response(error: Exception) -> tuple[int, Json, float | None]:
-    """Status, body and when to come back."""
+    """Return status, body and Retry-After."""
     for kind, usual, usual_code, words in _ERRORS:
         if isinstance(error, kind):
             status, code = getattr(error, "status", usual), getattr(error, "code", usual_code)
             body = types.error_body(str(error) or words, status=status, field=getattr(error, "field", None), code=code)
             return status, body, getattr(error, "retry_after_s", None)
     _log.error("a request failed", exc_info=error)
-    return 500, types.error_body("the server failed to answer this", status=500), None
+    return 500, types.error_body("internal server error", status=500), None
 
 
 def _refused(_request: Request, error: Exception) -> Response:
@@ -437,16 +436,16 @@ def _refused(_request: Request, error: Exception) -> Response:
 
 
 def _progress(state: Json) -> str:
-    """How far the start has come: "1 of 2 stages ready"."""
+    """Return the progress of the start: "1 of 2 stages ready"."""
     stages = state.get("stages", [])
     ready = sum(any(one.get("state") == "ready" for one in stage.get("machines", [])) for stage in stages)
     wanted = max(len(stages), state.get("wanted", 0))
-    return f"{ready} of {wanted} stages ready" if wanted else "no machine is there yet"
+    return f"{ready} of {wanted} stages ready" if wanted else "no machine is connected yet"
 
 
-def _nowhere(request: Request, _error: Exception | None) -> Response:
+def _not_found(request: Request, _error: Exception | None) -> Response:
     path = re.sub(r"[^\x21-\x7e]", "?", request.url.path[:80])
-    return _answer(types.error_body(f"there is nothing at {path}", status=404), 404)
+    return _answer(types.error_body(f"no such path: {path}", status=404), 404)
 
 
 def _answer(value: Json, status: int = 200, *, retry_s: float | None = None) -> Response:
@@ -459,7 +458,6 @@ def _answer(value: Json, status: int = 200, *, retry_s: float | None = None) -> 
 
 
 def _json(value: Any) -> bytes:
-    """A lone half of a character, should a model write one, is written as its escape; so is what some take for the end of a
-    line, and with it of an event."""
+    """Encode, with lone surrogates and Unicode line ends escaped: the latter would split an event."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return _ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", text).encode(errors="backslashreplace")

@@ -1,11 +1,11 @@
-"""JSON to a Request, and pieces to OpenAI's JSON. Pure: no HTTP, no model.
+"""JSON to a CompletionRequest, and chunks to OpenAI's JSON. Pure: no HTTP, no model.
 
-Every field is one of four:
+Fields are
 
-    read        it means here what it means there (and top_k and repetition_penalty, which OpenAI has not)
-    ignored     OpenAI knows it, and an answer is the same with it or without: IGNORED
-    refused     OpenAI knows it, and an answer without it would be another one: NOT_HERE. Null and what means nothing pass
-    unknown     refused, with the nearest name that is known
+    read        with OpenAI's meaning, and top_k and repetition_penalty
+    ignored     known to OpenAI, without effect on the answer: IGNORED
+    refused     known to OpenAI, not supported: NOT_HERE; null and values without effect pass
+    unknown     refused, with the nearest known name
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IGNORED = frozenset(
         *("parallel_tool_calls", "tool_choice", "function_call"),  # of no tools
     }
 )
-# What each may be without asking for anything.
+# Unsupported fields, with the values that have no effect.
 NOT_HERE: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
@@ -52,13 +52,13 @@ NOT_HERE: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# Fields of a message that may be there: null, empty or a name.
+# Fields of a message that may be null or empty; name may be anything.
 _OF_MESSAGES = frozenset({"name", "refusal", "annotations", "audio", "function_call", "tool_calls"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A request, and how its answer is to come."""
+    """A request, and the form of its answer."""
 
     request: CompletionRequest
     stream: bool
@@ -67,9 +67,9 @@ class ParsedRequest:
 
 def read_chat(body: Json) -> ParsedRequest:
     _check_names(body, CHAT_FIELDS)
-    told = _flag(body, "logprobs")
+    wanted = _flag(body, "logprobs")
     most_likely = _whole(body, "top_logprobs")
-    if most_likely is not None and not told:
+    if most_likely is not None and not wanted:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     newer = "max_completion_tokens"
     name = newer if body.get(newer) is not None else "max_tokens"
@@ -77,7 +77,7 @@ def read_chat(body: Json) -> ParsedRequest:
         **_shared(body) | {"max_tokens": _whole(body, name)},
         messages=_messages(body),
         max_tokens_field=name,
-        logprobs=(most_likely or 0) if told else None,
+        logprobs=(most_likely or 0) if wanted else None,
         logprobs_field="top_logprobs",
     )
     return _asked(body, request)
@@ -106,7 +106,7 @@ def read_simple_chat(body: Json) -> ParsedRequest:
 
 
 def read_simple_query(body: Json) -> ParsedRequest:
-    """`{"prompt": "..."}` or `{"query": "..."}`: a text to be continued."""
+    """`{"prompt": "..."}` or `{"query": "..."}`: a text to continue."""
     names = ("prompt", "query", "text")
     _check_names(body, (*SIMPLE_FIELDS, *names))
     name = _one_of(body, names)
@@ -114,7 +114,7 @@ def read_simple_query(body: Json) -> ParsedRequest:
 
 
 def read_key(body: Json) -> str:
-    """Of /login."""
+    """Read the body of /login."""
     _check_names(body, ("key",), ())
     return _string(body.get("key"), "key")
 
@@ -187,7 +187,7 @@ def _part(part: Any, at: str) -> str:
 
 
 def _prompts(body: Json) -> list[str | list[int]]:
-    """A string, several, tokens, or several lists of tokens."""
+    """Read a string, a list of strings, tokens, or lists of tokens."""
     given = body.get("prompt")
     if isinstance(given, str):
         return [_string(given, "prompt")]
@@ -233,7 +233,7 @@ def _one_of(body: Json, names: Sequence[str]) -> str:
 
 
 def _value(body: Json, name: str, kind: Any, words: str, at: str = "") -> Any:
-    """Return a field of this kind, or None. True and false are no numbers."""
+    """Return a field of this type, or None. A bool is not a number."""
     value = body.get(name)
     if value is not None and not (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
         raise _wrong(at + name, words, value)
@@ -270,7 +270,7 @@ def _string(value: Any, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BadRequest(f"{name} has half a character (a lone surrogate) at {error.start}", name) from None
+        raise BadRequest(f"{name} has a lone surrogate at {error.start}", name) from None
     return value
 
 
@@ -279,7 +279,7 @@ def _wrong(name: str, kind: str, value: Any) -> BadRequest:
 
 
 def _shown(value: Any) -> str:
-    """A value as it may stand in a message, whatever it is."""
+    """Format any value for a message."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, str):
@@ -304,58 +304,58 @@ def usage_body(usage: Usage) -> Json:
     }
 
 
-def how_it_went(seed: int, timing: Timing | None) -> Json:
-    """What OpenAI does not tell: under `smolcluster` in an answer, and in the last chunk of each choice."""
+def timing_body(seed: int, timing: Timing | None) -> Json:
+    """Return our additions: under `smolcluster` in an answer, and in the last chunk of each choice."""
     return {"seed": seed, **asdict(timing or Timing())}
 
 
 def simple_ending(model: str, last: TextChunk, usage: Usage, seed: int) -> Json:
-    """What /chat and /query tell beside the text."""
-    return {"model": model, "finish_reason": last.finish, "usage": usage_body(usage), **how_it_went(seed, last.timing)}
+    """Return the fields of /chat and /query beside the text."""
+    return {"model": model, "finish_reason": last.finish, "usage": usage_body(usage), **timing_body(seed, last.timing)}
 
 
 def spelled(token: bytes) -> str:
-    """A token in a message: its text, or its bytes where they are no text."""
+    """Return the text of a token, or its escaped bytes."""
     try:
         return token.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-def chat_logprobs(told: Sequence[TokenLogprob]) -> Json:
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
     def one(token: bytes, logprob: float) -> Json:
         return {"token": spelled(token), "logprob": logprob, "bytes": list(token)}
 
     content = [
-        one(t.token, t.logprob) | {"top_logprobs": [one(token, logprob) for token, logprob in t.top]} for t in told
+        one(t.token, t.logprob) | {"top_logprobs": [one(token, logprob) for token, logprob in t.top]} for t in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(told: Sequence[TokenLogprob]) -> Json:
+def completion_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
     def likeliest(one: TokenLogprob) -> Json:
-        """The chosen token is always among them, also where others are likelier: one more than was asked for."""
+        """Include the sampled token, even if it is not one of the most likely."""
         return {spelled(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
 
     return {
-        "tokens": [spelled(t.token) for t in told],
-        "token_logprobs": [t.logprob for t in told],
-        "top_logprobs": [likeliest(t) for t in told],
-        "text_offset": [t.offset for t in told],
+        "tokens": [spelled(t.token) for t in tokens],
+        "token_logprobs": [t.logprob for t in tokens],
+        "top_logprobs": [likeliest(t) for t in tokens],
+        "text_offset": [t.offset for t in tokens],
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFormat:
-    """How the answers of one of OpenAI's routes look."""
+    """The response format of one of OpenAI's routes."""
 
     prefix: str  # of their ids
-    whole: str  # the kind of object
+    whole: str  # `object`
     chunk: str
     logprobs: Callable[[Sequence[TokenLogprob]], Json]
     choice: Callable[[str], Json]  # a whole text
     piece: Callable[[str], Json]  # some text of a stream
-    first: tuple[Json, ...] = ()  # what comes before the first piece of a choice: in a chat, whose turn it is
+    first: tuple[Json, ...] = ()  # before the first chunk of a choice: in a chat, the role
 
 
 CHAT = ResponseFormat(
@@ -389,14 +389,14 @@ def whole_body(
         }
         for choice in choices
     ]
-    about = how_it_went(seed, choices[0].timing)
+    about = timing_body(seed, choices[0].timing)
     return head | {"object": shape.whole, "choices": listed, "usage": usage_body(usage), "smolcluster": about}
 
 
 def chunk_bodies(
     shape: ResponseFormat, head: Json, piece: TextChunk, *, begins: bool, logprobs: bool, seed: int
 ) -> list[Json]:
-    """What a piece is in a stream: its text, and then, where it is the last, why. `begins`: the first of its choice."""
+    """Convert a chunk to OpenAI's: its text, then its finish reason. `begins`: the first of its choice."""
 
     def chunk(content: Mapping[str, Any], logprobs: Json | None = None, finish: str | None = None) -> Json:
         choice = {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": finish}
@@ -407,5 +407,5 @@ def chunk_bodies(
         chunks.append(chunk(shape.piece(piece.text), shape.logprobs(piece.logprobs) if logprobs else None))
     if piece.finish is not None:
         last = chunk(shape.piece(""), finish=piece.finish)
-        chunks.append(last | {"smolcluster": how_it_went(seed, piece.timing)})
+        chunks.append(last | {"smolcluster": timing_body(seed, piece.timing)})
     return chunks

@@ -1,6 +1,6 @@
-"""What a server of inference has done, in Prometheus' text format.
+"""Metrics of the inference service, in Prometheus' text format.
 
-smolcluster_serve_requests_total{route, status}          one for each answer; 499: left before it
+smolcluster_serve_requests_total{route, status}          responses; 499: disconnected before
 smolcluster_serve_prompt_tokens_total, _generated_tokens_total
 smolcluster_serve_running, _waiting                       sequences, from the engine's state
 smolcluster_serve_first_token_seconds                     histogram: from the request to its first token
@@ -23,7 +23,7 @@ _PREFIX = "smolcluster_serve_"
 
 
 class Histogram:
-    """How many values were at most so large."""
+    """A Prometheus histogram."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
@@ -47,18 +47,18 @@ class Metrics:
         self.first_token, self.token = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S)
 
     def text(self, state: Mapping[str, Any]) -> str:
-        """What a scrape gets. `state` is the engine's."""
+        """Return the exposition. `state` is the engine's."""
         answers = [
             ({"route": route, "status": str(status)}, count) for (route, status), count in sorted(self.requests.items())
         ]
-        about = "Answers, by route and status; 499: the client left before."
+        about = "Responses, by route and status; 499: the client disconnected before."
         lines = metric_lines(f"{_PREFIX}requests_total", "counter", about, answers)
         for name, kind, about, value in (
             ("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
             ("generated_tokens_total", "counter", "Tokens that were generated.", self.generated_tokens),
-            ("ready", "gauge", "1 while every layer is on some machine.", state.get("ready")),
-            ("running", "gauge", "Sequences that are continued now.", state.get("running")),
-            ("waiting", "gauge", "Sequences that wait for their turn.", state.get("waiting")),
+            ("ready", "gauge", "1 while every layer is held.", state.get("ready")),
+            ("running", "gauge", "Running sequences.", state.get("running")),
+            ("waiting", "gauge", "Queued sequences.", state.get("waiting")),
         ):
             lines += metric_lines(_PREFIX + name, kind, about, [({}, int(value or 0))])
         for name, about, histogram in (

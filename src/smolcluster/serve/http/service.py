@@ -1,12 +1,10 @@
-"""From a request in words to an answer in words: checked, tokenised, asked of the engine, made text again, and counted.
+"""The service: checks and tokenizes a request, streams its sequences from the engine, and decodes and counts the tokens.
 
-    Request ── check, tokenise ──> Job ── ask the engine ──> Piece, Piece, ... Piece(finish)
-                                    │      for every choice of every prompt
-                                    └──────────────────────> the same, one whole Piece for each choice
+    CompletionRequest ── check, tokenize ──> CompletionJob ── engine ──> TextChunk, ... TextChunk(finish)
 
-Nothing here knows of HTTP or JSON. What is wrong with a request is a BadRequest that names the field.
+Independent of HTTP and JSON. An invalid request is a BadRequest with the name of the field.
 
-Choice j of a request with seed s is what seed s + j alone would give; without a seed one is drawn, and told.
+Choice j of a request with seed s is what seed s + j alone would give. Without a seed one is drawn, and reported.
 """
 
 from __future__ import annotations
@@ -31,17 +29,17 @@ from smolcluster.serve.text.conversation import ChatTokenizer, StopStrings
 
 log = logging.getLogger(__name__)
 
-_LONG = 2000  # characters: what takes a while to tokenise does so beside the event loop
+_LONG = 2000  # characters: longer texts are tokenized in a thread
 _SEEDS = 1 << 63
 _LEAST_P = 1e-9
-_BUSY = "as many sequences as may run and wait already"
+_BUSY = "the queue is full"
 
 
-# What is asked for
+# Requests
 
 
 class BadRequest(SmolclusterError):
-    """Something about a request is wrong. `field` names the place; `code` is one of OpenAI's where there is one."""
+    """A request is invalid in `field`. `code` is OpenAI's, if there is one."""
 
     def __init__(self, message: str, field: str | None, code: str | None = None) -> None:
         super().__init__(message)
@@ -49,12 +47,12 @@ class BadRequest(SmolclusterError):
 
 
 class UnknownModel(BadRequest):
-    """It may be served elsewhere."""
+    """Another model is served here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """What a client asks for. Exactly one of `messages` and `prompts`; None leaves a thing to the server."""
+    """A request. Exactly one of `messages` and `prompts`; None: the server's default."""
 
     model: str | None = None
     messages: Sequence[dict[str, str]] | None = None  # role and content
@@ -70,16 +68,16 @@ class CompletionRequest:
     frequency_penalty: float | None = None
     seed: int | None = None
     logprobs: int | None = None
-    max_tokens_field: str = "max_tokens"  # how the request called these
+    max_tokens_field: str = "max_tokens"  # names in the request, for errors
     logprobs_field: str = "logprobs"
 
 
-# What comes back
+# Responses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """A token as it is reported where logprobs are asked for. `offset`: where its text begins in the answer."""
+    """A token with its logprobs. `offset`: where its text begins in the answer."""
 
     token: bytes
     logprob: float
@@ -89,7 +87,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextChunk:
-    """Some more text of a choice; its last one has `finish`, and how it went."""
+    """Text of a choice; the last chunk has `finish` and `timing`."""
 
     index: int
     text: str = ""
@@ -114,11 +112,11 @@ class Usage:
 class CompletionJob:
     """A request that is in order: what the engine is asked, choice by choice."""
 
-    asks: tuple[SequenceRequest, ...]  # in the order of their index
+    sequences: tuple[SequenceRequest, ...]  # in the order of their index
     stop: tuple[str, ...]
     begins: bool  # a text of its own; else the prompt goes on
     seed: int
-    usage: Usage  # counted while it goes on
+    usage: Usage  # counted while it runs
 
 
 # The service
@@ -126,26 +124,25 @@ class CompletionJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLimits:
-    """What one server gives. Beyond it a request is refused: 400 for what is in it, 413 for its size, 429 for how many there
-    are."""
+    """Requests beyond these are refused: 400 for their contents, 413 for their size, 429 for their number."""
 
-    max_tokens: int = 1024  # of an answer, where the request does not say; a request may ask for all of the context
-    sequences: int = 64  # continued or waiting at once; each choice of each prompt is one
-    requests: int = 128  # that are read and made tokens of at once: each may hold a whole body
+    max_tokens: int = 1024  # default of requests, which may give more, up to the context
+    sequences: int = 64  # running or queued; each choice of each prompt is one
+    requests: int = 128  # being read and tokenized: each may hold a whole body
     choices: int = 16  # of one request: prompts times n
     messages: int = 2048
     stops: int = 8
     stop_characters: int = 256
-    chat_logprobs: int = 20  # the likeliest tokens that are reported beside the chosen one
+    chat_logprobs: int = 20  # most likely tokens reported beside the sampled one
     completion_logprobs: int = 5
     viewers: int = 64  # of /events
     body_bytes: int = 1 << 20
-    body_s: float = 15.0  # for a body to come
-    crowded_body_s: float = 1.0  # the same where others wait for `requests` to be fewer
+    body_s: float = 15.0  # to receive a body
+    crowded_body_s: float = 1.0  # the same while others wait because of `requests`
 
 
 class Service:
-    """One model, for all clients. All on one event loop."""
+    """One model, for all clients, on one event loop."""
 
     def __init__(
         self,
@@ -158,43 +155,45 @@ class Service:
         chats: bool = True,
         openings: Sequence[str] = (),
     ) -> None:
-        """`chats`: the model has a chat template; else pages offer to continue a text, with `openings` to begin from."""
+        """`chats`: the model has a chat template; else pages offer to continue a text, such as one of `openings`."""
         self.engine, self.text, self.model_name = engine, text, model_name
         self.limits, self.defaults = limits or ServiceLimits(), defaults or SamplingParams()
         self.chats, self.openings = chats, tuple(openings)
         self.metrics = Metrics()
-        self.sequences = 0  # of all jobs that go on
+        self.sequences = 0  # of all running jobs
         self._ending = False
 
-    # Checking
+    # Requests
 
     async def prepare(self, request: CompletionRequest) -> CompletionJob:
-        """Raises BadRequest; UnknownModel; Busy where so many sequences can never begin now."""
+        """Check and tokenize. Raises BadRequest, UnknownModel, or Busy."""
         self.check_model(request.model)
         self._check_stop(request.stop)
         sampling = self._sampling(request)
         prompts = await self._prompts(request)
         seed = secrets.randbelow(1 << 32) if request.seed is None else request.seed
-        asks = []
+        sequences = []
         for tokens in prompts:
             max_tokens = self._max_tokens(request, len(tokens))
             for j in range(request.n):
                 own = dataclasses.replace(sampling, seed=(seed + j) % _SEEDS)
-                asks.append(
+                sequences.append(
                     SequenceRequest(
                         tokens=tokens, max_tokens=max_tokens, stop_tokens=self.text.stop_tokens, sampling=own
                     )
                 )
-        if self.sequences + len(asks) > self.limits.sequences:
+        if self.sequences + len(sequences) > self.limits.sequences:
             raise Busy(_BUSY)
         usage = Usage(prompt_tokens=sum(map(len, prompts)))
         begins = request.messages is not None
-        return CompletionJob(asks=tuple(asks), stop=tuple(request.stop), begins=begins, seed=seed, usage=usage)
+        return CompletionJob(
+            sequences=tuple(sequences), stop=tuple(request.stop), begins=begins, seed=seed, usage=usage
+        )
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
             raise UnknownModel(
-                f"the model '{name[:80]}' is not served here; known: {self.model_name}", "model", "model_not_found"
+                f"the model '{name[:80]}' is not served here; available: {self.model_name}", "model", "model_not_found"
             )
 
     def _check_stop(self, stop: Sequence[str]) -> None:
@@ -213,7 +212,7 @@ class Service:
                 raise BadRequest(f"{name} is {_short(value)}; it must be {low:g} to {high:g}", name)
             given[name] = float(value)
         if given.get("top_p") == 0:
-            given["top_p"] = _LEAST_P  # the likeliest alone
+            given["top_p"] = _LEAST_P  # the most likely alone
         if request.top_k is not None:
             if request.top_k < -1:
                 raise BadRequest(f"top_k is {_short(request.top_k)}; it must be 1 or more, or 0 for all", "top_k")
@@ -231,17 +230,17 @@ class Service:
         return dataclasses.replace(self.defaults, **given)
 
     def _max_tokens(self, request: CompletionRequest, num_prompt: int) -> int:
-        """Return the number of the request or the usual one, as far as the context has room."""
+        """Return the requested or default number, limited by the context."""
         longest, given, name = self.engine.model_context, request.max_tokens, request.max_tokens_field
         if given is not None and not 1 <= given <= longest:
             raise BadRequest(f"{name} is {_short(given)}; it must be 1 to {longest}, the model's context", name)
-        context = self.engine.context  # of the machines that are there now
-        whose = "the model's context is" if context == longest else "the machines that are there have memory for"
+        context = self.engine.context  # limited by the connected machines
+        limit = "the model's context is" if context == longest else "the connected machines have memory for"
         room = context - num_prompt
         if room < 1:
             name = "messages" if request.messages is not None else "prompt"
             raise BadRequest(
-                f"{name}: {num_prompt} tokens; {whose} {context}, and an answer needs one at least",
+                f"{name}: {num_prompt} tokens; {limit} {context}, including at least one of the answer",
                 name,
                 "context_length_exceeded",
             )
@@ -297,27 +296,27 @@ class Service:
             raise BadRequest(f"{name} has the token {_short(wrong)}; the vocabulary has {size}", name)
         return tuple(tokens)
 
-    # Answering
+    # Responses
 
     async def stream(self, job: CompletionJob) -> AsyncGenerator[TextChunk, None]:
-        """The pieces of all choices, as they come. Closing it frees everything at once.
+        """Yield the chunks of all choices as they come. Closing the generator frees their sequences at once.
 
-        Raises Busy or NobodyThere before the first piece, NobodyThere later.
+        Raises Busy or Unavailable before the first piece, Unavailable later.
         """
-        if self.sequences + len(job.asks) > self.limits.sequences:
+        if self.sequences + len(job.sequences) > self.limits.sequences:
             raise Busy(_BUSY)
-        self.sequences += len(job.asks)
+        self.sequences += len(job.sequences)
         try:
-            choices = [self._choice(i, ask, job) for i, ask in enumerate(job.asks)]
+            choices = [self._choice(i, sequence, job) for i, sequence in enumerate(job.sequences)]
             async with contextlib.aclosing(merged(choices)) as pieces:
                 async for piece in pieces:
                     yield piece
         finally:
-            self.sequences -= len(job.asks)
+            self.sequences -= len(job.sequences)
 
     async def whole(self, job: CompletionJob) -> list[TextChunk]:
-        """Return every choice in one piece."""
-        found: list[list[TextChunk]] = [[] for _ in job.asks]
+        """Return one chunk for each choice."""
+        found: list[list[TextChunk]] = [[] for _ in job.sequences]
         async with contextlib.aclosing(self.stream(job)) as pieces:
             async for piece in pieces:
                 found[piece.index].append(piece)
@@ -325,40 +324,42 @@ class Service:
             dataclasses.replace(
                 parts[-1],
                 text="".join(part.text for part in parts),
-                logprobs=tuple(told for part in parts for told in part.logprobs),
+                logprobs=tuple(logprobs for part in parts for logprobs in part.logprobs),
             )
             for parts in found
         ]
 
     def end(self) -> None:
-        """End every answer in the making with its next token, and with an error that gives the reason."""
+        """End every running answer at its next token, with an error."""
         self._ending = True
 
-    async def _choice(self, index: int, ask: SequenceRequest, job: CompletionJob) -> AsyncGenerator[TextChunk, None]:
-        """One sequence: tokens to text, up to a stop string, the model's own end, or its length."""
-        clock = _Clock(self.metrics)
-        writing = _Writing(self.text, job.stop, begins=job.begins, logprobs=ask.sampling.logprobs is not None)
-        unread = len(ask.tokens)
+    async def _choice(
+        self, index: int, sequence: SequenceRequest, job: CompletionJob
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Stream one sequence up to a stop string, a stop token or its length."""
+        clock = _TokenClock(self.metrics)
+        writing = _TextWriter(self.text, job.stop, begins=job.begins, logprobs=sequence.sampling.logprobs is not None)
+        unread = len(sequence.tokens)
         finish: Finish = "length"
-        async with contextlib.aclosing(self.engine.stream(ask)) as tokens:
+        async with contextlib.aclosing(self.engine.stream(sequence)) as tokens:
             async for token in tokens:
                 if self._ending:
-                    raise Unavailable("the server is ending")
+                    raise Unavailable("the server is stopping")
                 self.metrics.prompt_tokens, unread = self.metrics.prompt_tokens + unread, 0
                 if token.token >= 0:
                     clock.tick()
                     job.usage.completion_tokens += 1
                     self.metrics.generated_tokens += 1
-                    text, told = writing.push(token)
-                    if text or told:
-                        yield TextChunk(index=index, text=text, logprobs=told)
+                    text, logprobs = writing.push(token)
+                    if text or logprobs:
+                        yield TextChunk(index=index, text=text, logprobs=logprobs)
                 if writing.stopped or token.finish is not None:
                     finish = token.finish or "stop"
                     break
-        text, told = ("", ()) if writing.stopped else writing.flush()  # the sequence is free by now
+        text, logprobs = ("", ()) if writing.stopped else writing.flush()  # the sequence is freed by now
         if writing.stopped:
             finish = "stop"
-        yield TextChunk(index=index, text=text, logprobs=told, finish=finish, timing=clock.timing())
+        yield TextChunk(index=index, text=text, logprobs=logprobs, finish=finish, timing=clock.timing())
 
 
 RANGES = (
@@ -370,8 +371,8 @@ RANGES = (
 )
 
 
-class _Clock:
-    """When the tokens of a sequence came."""
+class _TokenClock:
+    """Token times of a sequence."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self.tokens = metrics, 0
@@ -395,8 +396,8 @@ class _Clock:
         )
 
 
-class _Writing:
-    """Tokens to text. What may be the beginning of a stop string waits, and so do the logprobs of its tokens."""
+class _TextWriter:
+    """Tokens to text. A possible beginning of a stop string is held back, with the logprobs of its tokens."""
 
     def __init__(self, text: ChatTokenizer, stop: Sequence[str], *, begins: bool, logprobs: bool) -> None:
         self._text, self._stops, self._logprobs = text, StopStrings(stop), logprobs
@@ -407,16 +408,16 @@ class _Writing:
 
     def push(self, token: Token) -> tuple[str, tuple[TokenLogprob, ...]]:
         if self._logprobs:
-            self._waiting.append(self._told(token))
+            self._waiting.append(self._with_logprobs(token))
         return self._add(self._detokenizer.push(token.token))
 
     def flush(self) -> tuple[str, tuple[TokenLogprob, ...]]:
-        """What is left when no more comes."""
-        text, told = self._add(self._detokenizer.flush())
+        """Return what was held back, at the end."""
+        text, logprobs = self._add(self._detokenizer.flush())
         if self.stopped:
-            return text, told
+            return text, logprobs
         waiting, self._waiting = tuple(self._waiting), []
-        return text + self._stops.flush(), told + waiting
+        return text + self._stops.flush(), logprobs + waiting
 
     def _add(self, decoded: str) -> tuple[str, tuple[TokenLogprob, ...]]:
         self._decoded += len(decoded)
@@ -425,10 +426,10 @@ class _Writing:
         ready = 0
         while ready < len(self._waiting) and self._waiting[ready].offset < self._written:
             ready += 1
-        told, self._waiting = tuple(self._waiting[:ready]), self._waiting[ready:]
-        return text, told
+        logprobs, self._waiting = tuple(self._waiting[:ready]), self._waiting[ready:]
+        return text, logprobs
 
-    def _told(self, token: Token) -> TokenLogprob:
+    def _with_logprobs(self, token: Token) -> TokenLogprob:
         spelled = self._text.token_bytes
         return TokenLogprob(
             token=spelled(token.token),
@@ -439,7 +440,7 @@ class _Writing:
 
 
 async def merged(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGenerator[TextChunk, None]:
-    """What comes from any of them, as it comes. All are closed when this is, and when one of them fails."""
+    """Merge streams as items arrive. Closes all of them on exit and when one fails."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
             async for piece in only:
@@ -453,7 +454,7 @@ async def merged(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGen
             async with contextlib.aclosing(stream):
                 async for piece in stream:
                     await queue.put(piece)
-        except Exception as error:  # noqa: BLE001 - raised where they are taken
+        except Exception as error:  # noqa: BLE001 - raised by the consumer
             last = error
         await queue.put(last)
 
@@ -475,7 +476,7 @@ async def merged(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGen
 
 
 def _short(value: float) -> str:
-    """A number as it may stand in a message, however long."""
+    """Format a number for a message, however large."""
     if isinstance(value, int) and abs(value) >= 10**18:
         return "very large" if value > 0 else "very small"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,19 +1,17 @@
-"""Text to tokens and back: prompts, conversations, and answers that come one token at a time.
+"""Text to tokens and back: prompts, conversations, and incremental detokenization.
 
-    prompt    text               -> tokens         a user's text, with the model's first token where it wants one
-    chat      messages           -> tokens         through the model's own template
-    detokenizer    token by token -> text          as soon as it is certain: half a character waits for its other half
+    prompt         text -> tokens, with bos if the model wants it
+    chat           messages -> tokens, through the model's chat template
+    detokenizer    tokens, one by one -> text; incomplete UTF-8 characters are held back
 
-**Who may write a marker.** `<|im_end|>` ends a turn. A user who types it has typed ten characters, and that is how they are
-encoded: only the template's own text may become markers. The template is run on the messages as they are, but for two
-characters that occur nowhere else, chosen when the messages are known: one before every marker that a user has typed, one
-around each message, so that no marker is made of two halves. What is still a marker afterwards is the template's own. Then both
-are taken out, and all text between two markers is encoded as one: an honest conversation has exactly the tokens that
-`transformers` gives it.
+**Only the template may write special tokens.** A user who types `<|im_end|>` has typed ten characters, and they are encoded
+as such. The template is rendered with two private-use characters that occur nowhere else: one before every special token in
+the text of users, one around each message, so that no special token is made of two halves. What still matches afterwards is
+the template's own. Both characters are removed, and the text between two special tokens is encoded as a whole: an honest
+conversation has exactly the tokens that `transformers` gives it. Added tokens that are not special to conversations, such as
+runs of spaces, are recognized in any text.
 
-A marker that is no secret of the conversation stays one in any text: a vocabulary may have runs of spaces as such.
-
-A model without a template (a run of ours) gets the contents of the messages, each on a line of its own.
+A model without a template (a run of ours) gets the contents of the messages, one per line.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from smolcluster.serve.text.rendering import Renderer
 from smolcluster.serve.text.vocabulary import AddedToken, Vocabulary
 
 _ROLE = re.compile(r"[A-Za-z][A-Za-z_]{0,31}")
-_PRIVATE = range(0xE000, 0xF900)  # code points that mean nothing to anybody
+_PRIVATE = range(0xE000, 0xF900)  # private-use code points
 
 
 class ChatTokenizer:
-    """What a model reads and writes. It has no state: any thread may ask. A UserError means that the text does not fit it."""
+    """The tokenizer of a model, with its chat template. Stateless and thread-safe; raises UserError for invalid text."""
 
     def __init__(
         self,
@@ -43,10 +41,8 @@ class ChatTokenizer:
         stop_tokens: frozenset[int] = frozenset(),
         names: Mapping[str, str] | None = None,
     ) -> None:
-        """`first`: what every prompt begins with, and a conversation too if so said and its template does not do it.
-
-        `names`: bos_token and the like, for the template.
-        """
+        """`first`: tokens before every prompt, and with `first_in_chat` before conversations whose template leaves them out.
+        `names`: bos_token and the like, for the template."""
         self.vocab_size = vocabulary.size
         self.stop_tokens = stop_tokens
         self._vocabulary = vocabulary
@@ -56,25 +52,25 @@ class ChatTokenizer:
         self._hidden = frozenset(marker.token for marker in vocabulary.markers if marker.special) | stop_tokens
         self._markers = {marker.text: marker for marker in vocabulary.markers}
         written = "".join((template or "", *self._names.values()))
-        secret = [m for m in self._markers.values() if m.text.strip() and (m.special or m.text in written)]
-        self._all, self._secret = _any_of(self._markers), _any_of(marker.text for marker in secret)
-        self._open = _any_of(self._markers.keys() - {marker.text for marker in secret})
+        reserved = [m for m in self._markers.values() if m.text.strip() and (m.special or m.text in written)]
+        self._all, self._reserved = _any_of(self._markers), _any_of(marker.text for marker in reserved)
+        self._open = _any_of(self._markers.keys() - {marker.text for marker in reserved})
 
     @property
     def has_template(self) -> bool:
-        """Whether the model knows conversations. Else it continues texts."""
+        """Whether the model has a chat template. Else it continues texts."""
         return self._template is not None
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """`special`: markers become their tokens. Never for text of a user."""
+        """`special`: recognize special tokens. Not for text of users."""
         return self._encode(_valid(text), self._all if special else self._open)
 
     def prompt(self, text: str) -> list[int]:
-        """A text to be continued."""
+        """Encode a text to continue."""
         return self._first + self.encode(text)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A conversation, up to where the model answers. Raises UserError where it cannot be, or the template refuses it."""
+        """Encode a conversation, up to the answer. Raises UserError if it is invalid or the template refuses it."""
         checked = [_checked(message, number) for number, message in enumerate(messages)]
         if self._template is None:
             tokens = self.encode("".join(f"{message['content']}\n" for message in checked))
@@ -89,11 +85,11 @@ class ChatTokenizer:
         return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
 
     def detokenizer(self, *, begins: bool = True) -> Detokenizer:
-        """`begins`: the text stands by itself. Else it follows another, and its first word keeps the space before it."""
+        """`begins`: the text does not follow another, so a leading space may be dropped."""
         return Detokenizer(self._vocabulary, hidden=self._hidden, drop_space=begins and self._vocabulary.drops_space)
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for; of a marker, its name."""
+        """Return the bytes of a token; of an added token, its name."""
         return self._vocabulary.token_bytes(token)
 
     def _render(self, messages: list[dict[str, str]], template: Renderer) -> list[int]:
@@ -101,22 +97,22 @@ class ChatTokenizer:
         unused = (chr(code) for code in _PRIVATE if chr(code) not in seen)
         guard, edge = next(unused, ""), next(unused, "")
         if not edge:
-            raise UserError("the messages have every character for private use in them; leave some out")
+            raise UserError("the messages contain all private-use characters")
 
         def guarded(content: str) -> str:
             inner = content.strip()
             if not inner:
                 return content
             begin = content.index(inner)
-            if self._secret is not None:
-                # Before each place where one begins, also inside another.
-                inner = re.sub(f"(?={self._secret.pattern})", guard, inner, flags=re.DOTALL)
-            # Blanks stay outside: templates take them off.
+            if self._reserved is not None:
+                # Overlapping matches too.
+                inner = re.sub(f"(?={self._reserved.pattern})", guard, inner, flags=re.DOTALL)
+            # Blanks stay outside: templates strip them.
             return f"{content[:begin]}{edge}{inner}{edge}{content[begin + len(content.strip()) :]}"
 
-        told = [{**message, "content": guarded(message["content"])} for message in messages]
-        text = template.render(told, names=self._names)
-        own = None if self._secret is None else re.compile(f"(?<!{guard}){self._secret.pattern}", re.DOTALL)
+        guarded_messages = [{**message, "content": guarded(message["content"])} for message in messages]
+        text = template.render(guarded_messages, names=self._names)
+        own = None if self._reserved is None else re.compile(f"(?<!{guard}){self._reserved.pattern}", re.DOTALL)
         return self._encode(text, own, without=(guard, edge))
 
     def _encode(self, text: str, markers: re.Pattern[str] | None, *, without: Sequence[str] = ()) -> list[int]:
@@ -136,13 +132,13 @@ class ChatTokenizer:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Any of these, the longest that fits."""
+    """Return a pattern for any of these, longest first."""
     known = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile(f"(?:{'|'.join(map(re.escape, known))})", re.DOTALL) if known else None
 
 
 def _cut(text: str, pattern: re.Pattern[str] | None, markers: Mapping[str, AddedToken]) -> Iterator[str | AddedToken]:
-    """Text and markers in turn."""
+    """Split into text and added tokens."""
     at = 0
     strip = False
     for match in pattern.finditer(text) if pattern is not None else ():
@@ -159,7 +155,7 @@ def _checked(message: Mapping[str, str], number: int) -> dict[str, str]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise UserError(
-            f"messages[{number}].role is {str(role)[:40]!r}, which is no role; such as: system, user, assistant"
+            f"messages[{number}].role is {str(role)[:40]!r}, which is not a role such as system, user, assistant"
         )
     if not isinstance(content, str):
         raise UserError(f"messages[{number}].content is not a text")
@@ -167,33 +163,33 @@ def _checked(message: Mapping[str, str], number: int) -> dict[str, str]:
 
 
 def _valid(text: str) -> str:
-    """Text that can be UTF-8: JSON can name half a character."""
+    """Replace lone surrogates, which JSON allows."""
     return text.encode("utf-8", errors="replace").decode() if not text.isascii() else text
 
 
 class Detokenizer:
-    """Text of tokens that come one by one. All that it returns, joined, is the text of all tokens together."""
+    """Incremental decoding: the results, joined, are the text of all tokens."""
 
     def __init__(self, vocabulary: Vocabulary, *, hidden: frozenset[int], drop_space: bool) -> None:
         self._vocabulary, self._hidden, self._drop_space = vocabulary, hidden, drop_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The text that is certain now. Bytes that are no character become the replacement character."""
+        """Return the text that is complete. Invalid UTF-8 becomes the replacement character."""
         spelled = b"" if token in self._hidden else self._vocabulary.token_bytes(token)
         if spelled and self._drop_space:
             spelled, self._drop_space = spelled.removeprefix(b" "), False
         return self._decoder.decode(spelled)
 
     def flush(self) -> str:
-        """What was waiting. No token comes after it."""
+        """Return what was held back, after the last token."""
         return self._decoder.decode(b"", final=True)
 
 
 class StopStrings:
-    """Text up to the first stop string. What may be the beginning of one waits.
+    """Text up to the first stop string; a possible beginning of one is held back.
 
-    The string that is whole first counts; of several that end at one place, the longest. How the text was cut does not matter.
+    The string completed first counts; of several that end together, the longest.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -202,7 +198,7 @@ class StopStrings:
         self._reached = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that may go out now, and whether a stop string has been reached."""
+        """Return the text to send, and whether a stop string was reached."""
         if self._reached:
             return "", True
         text = self._held + text
@@ -215,12 +211,12 @@ class StopStrings:
         return text[: len(text) - wait], False
 
     def flush(self) -> str:
-        """What was waiting, now that nothing more comes."""
+        """Return what was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _beginning(text: str, stop: str) -> int:
-        """How much of the end of the text is the beginning of the stop string."""
+        """Return the length of the longest end of `text` that begins `stop`."""
         longest = min(len(stop) - 1, len(text))
         return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)

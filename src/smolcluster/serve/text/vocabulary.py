@@ -1,11 +1,11 @@
-"""Tokens and the bytes that they stand for, apart from any conversation.
+"""Vocabularies: tokens and their bytes.
 
-    Spelled        a tokenizer of data/tokenizers.py: bytes, chars, gpt2
-    Defined        a tokenizer.json, run by the `tokenizers` package
-    from_gguf      the header of a GGUF file, made into such a definition
+    BytewiseVocabulary    a tokenizer of data/tokenizers.py: bytes, chars, gpt2
+    JsonVocabulary        a tokenizer.json, run by the `tokenizers` package
+    gguf_vocabulary       the header of a GGUF file, converted to a tokenizer.json
 
-A *marker* is a token with a text of its own that no merging makes: `<|im_end|>`. The package would find markers in any text.
-Here `encode` finds none: who may write one is decided in conversation.py.
+An added token, such as `<|im_end|>`, is not made by merges. The package would recognize them in any text; `encode` does not:
+conversation.py decides who may write one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes a space
 class AddedToken:
     text: str
     token: int
-    special: bool  # never shown: it is about the conversation, not of it
-    takes_left: bool = False  # blanks on this side belong to it
+    special: bool  # never shown
+    takes_left: bool = False  # lstrip: strips blanks on this side
     takes_right: bool = False
 
 
@@ -41,16 +41,16 @@ class Vocabulary(Protocol):
     def markers(self) -> Sequence[AddedToken]: ...
     @property
     def drops_space(self) -> bool:
-        """The first word of a text has a space before it that is not told."""
+        """Whether decoding drops the space before the first word."""
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
-        """Text without markers. `begins`: nothing stands before it."""
+        """Encode text without added tokens. `begins`: at the beginning of the text."""
 
     def token_bytes(self, token: int) -> bytes: ...
 
 
 class BytewiseVocabulary:
-    """One of ours: every token is the same bytes wherever it stands, and there are no markers."""
+    """A tokenizer of ours: each token has fixed bytes; no added tokens."""
 
     markers: Sequence[AddedToken] = ()
     drops_space = False
@@ -66,7 +66,7 @@ class BytewiseVocabulary:
 
 
 class JsonVocabulary:
-    """A tokenizer.json. Raises UserError for one that is not valid, or that spells its tokens in a way not known here."""
+    """A tokenizer.json. Raises UserError if it is invalid or its decoder is not supported."""
 
     def __init__(self, definition: Mapping[str, Any], *, where: str) -> None:
         with needed(extra="serve", purpose=f"the tokenizer of {where}"):
@@ -82,7 +82,7 @@ class JsonVocabulary:
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         except Exception as error:
-            raise UserError(f"{where}: its tokenizer is damaged or not known here: {error}") from error
+            raise UserError(f"{where}: its tokenizer is damaged or not supported: {error}") from error
         tokens |= {marker.token: marker.text.encode() for marker in self.markers}
         self._tokens = tokens
         unknown = definition["model"].get("unk_token")
@@ -93,13 +93,13 @@ class JsonVocabulary:
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
         tokenizer = self._first if begins else self._later
         try:
-            # As a batch of one: only then it lets go of the interpreter, and a long text blocks no other thread.
+            # A batch of one: only then the GIL is released.
             ids: list[int] = tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
-        except Exception as error:  # the library has no other kind
-            raise UserError(f"this tokenizer cannot read the text: {error}") from error
-        if not self._kept.keys().isdisjoint(ids):  # a vocabulary that spells a marker as if it were a word
+        except Exception as error:  # the library raises no other type
+            raise UserError(f"cannot tokenize the text: {error}") from error
+        if not self._kept.keys().isdisjoint(ids):  # a vocabulary with a special token as an ordinary one
             found = next(self._kept[token] for token in ids if token in self._kept)
-            raise UserError(f"the text has {found!r} in it, which this model keeps for itself; leave it out")
+            raise UserError(f"the text contains {found!r}, a special token of this model; remove it")
         return ids
 
     def token_bytes(self, token: int) -> bytes:
@@ -118,12 +118,12 @@ def _markers(added: Any) -> tuple[AddedToken, ...]:
         for one in added
     ]
     if any(not marker.text or marker.token < 0 for marker in found):
-        raise UserError("its tokenizer has an added token without a text or a number")
+        raise UserError("its tokenizer has an added token without content or id")
     return tuple(found)
 
 
 def _without_prefix(definition: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for text in the middle: where only the first word gets a space before it, none does."""
+    """Return the definition for text that does not begin: without the space before the first word."""
 
     def changed(part: Any) -> Any:
         if not isinstance(part, dict):
@@ -137,7 +137,7 @@ def _without_prefix(definition: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Spelling:
-    """How the tokens of a vocabulary are written, read off its decoder."""
+    """The bytes of tokens, according to the decoder."""
 
     def __init__(self, decoder: Any) -> None:
         steps = (
@@ -152,7 +152,7 @@ class _Spelling:
 
     def _take(self, step: Any) -> None:
         kind = None if step is None else step["type"]
-        if kind is None:  # words with spaces between them
+        if kind is None:  # words, joined with spaces
             self._joined = self.drops_space = True
         elif kind == "ByteLevel":
             self._bytes = printable_bytes()
@@ -166,7 +166,7 @@ class _Spelling:
         elif kind == "Strip" and step["content"] == " " and step["start"] <= 1 and not step["stop"]:
             self.drops_space = step["start"] == 1
         elif kind != "Fuse":
-            raise UserError(f"its tokenizer has a decoder of the kind {kind}, which is not known here")
+            raise UserError(f"its tokenizer has the decoder {kind}, which is not supported")
 
     def token_bytes(self, text: str) -> bytes:
         if self._bytes is not None:
@@ -184,15 +184,15 @@ class _Spelling:
 
 
 NORMAL, UNKNOWN_TOKEN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-# Characters in all halves of all tokens: where 256,000 tokens have 8 characters each, there are 16 million.
+# Characters in all splits of all tokens: 16 million for 256,000 tokens of 8 characters.
 _MOST_SPLIT = 1 << 26
 
 _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# How text is cut before merging, by `tokenizer.ggml.pre`: one pattern after the other, on what the last one left.
-_CUTS: dict[str, tuple[str, ...]] = {
+# Pre-tokenizer patterns by `tokenizer.ggml.pre`, applied one after the other.
+_PATTERNS: dict[str, tuple[str, ...]] = {
     "gpt-2": (GPT2_PATTERN,),
     "smollm": (r"\p{N}", GPT2_PATTERN),
     "llama-bpe": (_LLAMA3_PATTERN,),
@@ -210,9 +210,9 @@ _PLAIN_MARKER = {"single_word": False, "lstrip": False, "rstrip": False, "normal
 
 
 def gguf_vocabulary(metadata: Mapping[str, Any], *, where: str) -> JsonVocabulary:
-    """The tokenizer in the header of a GGUF file."""
+    """Return the tokenizer in the header of a GGUF file."""
     found = JsonVocabulary(gguf_definition(metadata, where=where), where=where)
-    found.size = len(metadata["tokenizer.ggml.tokens"])  # those that are never used count too
+    found.size = len(metadata["tokenizer.ggml.tokens"])  # unused tokens included
     return found
 
 
@@ -221,10 +221,10 @@ def gguf_definition(metadata: Mapping[str, Any], *, where: str) -> dict[str, Any
     kind = metadata.get("tokenizer.ggml.model")
     try:
         if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
-            raise UserError(f"tokenizer.ggml.model is {kind!r}, which is not known here: only 'gpt2' and 'llama'")
+            raise UserError(f"tokenizer.ggml.model is {kind!r}, which is not supported; known: gpt2, llama")
         tokens = _strings(metadata, "tokenizer.ggml.tokens")
         types = _numbers(metadata, "tokenizer.ggml.token_type", count=len(tokens), default=NORMAL)
-        model = (_merged if kind == "gpt2" else _scored)(metadata, tokens, types)
+        model = (_bpe_model if kind == "gpt2" else _sentencepiece_model)(metadata, tokens, types)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     added = [
@@ -235,14 +235,14 @@ def gguf_definition(metadata: Mapping[str, Any], *, where: str) -> dict[str, Any
     return {"version": "1.0", "added_tokens": added, **model}
 
 
-def _merged(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]) -> dict[str, Any]:
-    """Byte-level merging, as GPT-2 has it."""
+def _bpe_model(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]) -> dict[str, Any]:
+    """Return a byte-level BPE model, as GPT-2's."""
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if not isinstance(pre, str) or pre not in _CUTS:
-        raise UserError(f"tokenizer.ggml.pre is {pre!r}, which is not known here: only {', '.join(_CUTS)}")
+    if not isinstance(pre, str) or pre not in _PATTERNS:
+        raise UserError(f"tokenizer.ggml.pre is {pre!r}, which is not supported; known: {', '.join(_PATTERNS)}")
     merges = [merge.split(" ") for merge in _strings(metadata, "tokenizer.ggml.merges")]
     vocabulary = {text: token for token, text in enumerate(tokens) if types[token] == NORMAL}
-    # Rare bytes may be missing, and vanish from texts; plain letters may not.
+    # Rare bytes may be missing, and are dropped from texts; ASCII may not.
     lost = next(
         (letter for letter, byte in printable_bytes().items() if 32 <= byte < 127 and letter not in vocabulary), None
     )
@@ -251,9 +251,11 @@ def _merged(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
             raise UserError(
-                f"tokenizer.ggml.merges has {' '.join(merge)!r}, which does not merge two tokens to a third"
+                f"tokenizer.ggml.merges has {' '.join(merge)!r}, which does not merge two tokens into a third"
             )
-    cuts = [{"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False} for cut in _CUTS[pre]]
+    cuts = [
+        {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False} for cut in _PATTERNS[pre]
+    ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
@@ -263,8 +265,8 @@ def _merged(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]
     }
 
 
-def _scored(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]) -> dict[str, Any]:
-    """Sentencepiece: of all neighbours that make a token, those with the best score are joined first."""
+def _sentencepiece_model(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]) -> dict[str, Any]:
+    """Return a sentencepiece model: BPE merges in order of the scores."""
     scores = _numbers(metadata, "tokenizer.ggml.scores", count=len(tokens), default=None)
     normal = {text: token for token, text in enumerate(tokens) if types[token] == NORMAL}
     others = {text: token for token, text in enumerate(tokens) if types[token] in (UNKNOWN_TOKEN, BYTE)}
@@ -305,17 +307,16 @@ def _scored(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]
 
 
 def _check_splits(tokens: Collection[str]) -> None:
-    """A token is split at every place: one of a million characters would take hours, and many long ones all the memory."""
+    """Bound the time and memory of splitting every token at every position."""
     if sum(len(text) ** 2 for text in tokens) > _MOST_SPLIT:
         longest = max(tokens, key=len)
         raise UserError(
-            f"tokenizer.ggml.tokens are too long to be read here: the longest, {longest[:16]!r}..., "
-            f"has {len(longest)} characters"
+            f"tokenizer.ggml.tokens are too long: the longest, {longest[:16]!r}..., has {len(longest)} characters"
         )
 
 
 def flag(metadata: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """Yes or no, in the header of a GGUF file."""
+    """Read a boolean of the header of a GGUF file."""
     value = metadata.get(key, default)
     if not isinstance(value, int):
         raise UserError(f"{key} is {value!r}, which is neither true nor false")
@@ -325,7 +326,7 @@ def flag(metadata: Mapping[str, Any], key: str, *, default: bool) -> bool:
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = metadata.get(key)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise UserError(f"{key} is missing, or no list of strings: the file has no tokenizer that can be used")
+        raise UserError(f"{key} is missing, or not a list of strings: the file has no usable tokenizer")
     return value
 
 
@@ -334,5 +335,5 @@ def _numbers(metadata: Mapping[str, Any], key: str, *, count: int, default: int 
     if value is None and default is not None:
         return [default] * count
     if not isinstance(value, np.ndarray) or len(value) != count:
-        raise UserError(f"{key} is missing, or not as long as the {count} tokens")
+        raise UserError(f"{key} is missing, or does not have {count} values")
     return value.tolist()
