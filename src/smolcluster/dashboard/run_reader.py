@@ -293,7 +293,7 @@ class RunReader:
                 kind, text = "lost", f"{record.name} is gone: {reason}"
             case "evicted":
                 record.gone("evicted", when, reason)
-                kind, text = "evict", f"{record.name} was put out: {reason}"
+                kind, text = "evict", f"{record.name} was evicted: {reason}"
             case "paused":
                 record.gone("waiting", when, reason)
                 kind, text = "warning", f"{record.name} is paused: {reason}"

@@ -9,7 +9,7 @@ export const STATES = {
   waiting: { word: "waiting", color: "warn" },
   silent: { word: "silent", color: "warn" },
   lost: { word: "lost", color: "bad" },
-  evicted: { word: "put out", color: "bad" },
+  evicted: { word: "evicted", color: "bad" },
   left: { word: "left", color: "muted" },
   stopped: { word: "stopped", color: "muted" },
 };
@@ -52,7 +52,7 @@ export const EVENTS = {
   join: { word: "join", color: "good" },
   leave: { word: "leave", color: "muted" },
   lost: { word: "lost", color: "bad" },
-  evict: { word: "put out", color: "bad" },
+  evict: { word: "evicted", color: "bad" },
   checkpoint: { word: "checkpoint", color: "accent" },
   warning: { word: "warning", color: "warn" },
   error: { word: "error", color: "bad" },
