@@ -29,6 +29,7 @@ def test_a_gpt_learns_the_embedded_text(tmp_path: Path) -> None:
     assert world.summary["tokens"] == 2 * 8 * 64 * 500
 
 
+@pytest.mark.usual(when=lambda bound: bound == 2)
 @pytest.mark.parametrize("bound", [0, 2])
 def test_simple_nn_reads_handwriting(tmp_path: Path, bound: int) -> None:
     config = {

@@ -5,14 +5,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from smolcluster.comm.codecs import CODECS, CodecError, Feedback, Packer, make_codec
 from smolcluster.comm.codecs.block_topk import BlockTopK
 from smolcluster.comm.codecs.sparse import draw_places
 
-bounded = settings(max_examples=60, deadline=None)
 keys = st.integers(0, 2**64 - 1)
 seeds = st.integers(0, 2**31)
 fractions = st.floats(0.001, 1.0)
@@ -69,21 +68,18 @@ def random_tensor(shape, seed):
 # Errors are within their bounds
 
 
-@bounded
 @given(tensors(65504.0))
 def test_fp16_error(tensor):
     error = (round_trip(make_codec("fp16"), tensor).double() - tensor).abs()
     assert (error <= (tensor.double().abs() * 2**-11).clamp(min=2**-25)).all()
 
 
-@bounded
 @given(tensors(torch.finfo(torch.bfloat16).max))
 def test_bf16_error(tensor):
     error = (round_trip(make_codec("bf16"), tensor).double() - tensor).abs()
     assert (error <= (tensor.double().abs() * 2**-8).clamp(min=2**-126)).all()
 
 
-@bounded
 @given(st.sampled_from([("int8", 127), ("int4", 7)]), tensors(), st.integers(1, 80), st.booleans(), keys)
 def test_error_of_levels(codec, tensor, block, unbiased, key):
     name, most = codec
@@ -95,7 +91,6 @@ def test_error_of_levels(codec, tensor, block, unbiased, key):
         assert torch.equal(result[extreme], source[extreme])
 
 
-@bounded
 @given(tensors(), fractions)
 def test_topk_error(tensor, fraction):
     decoded = round_trip(make_codec("topk", fraction=fraction, values="fp32"), tensor)
@@ -109,7 +104,6 @@ def test_topk_error(tensor, fraction):
         assert tensor[~chosen].abs().max() <= tensor[chosen].abs().min()
 
 
-@bounded
 @given(tensors(), fractions, keys)
 def test_randk_error(tensor, fraction, key):
     codec = make_codec("randk", fraction=fraction)
@@ -120,7 +114,6 @@ def test_randk_error(tensor, fraction, key):
     assert torch.equal(decoded, expected)
 
 
-@bounded
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 5), value_types, seeds, keys)
 def test_powersgd_error(rows, columns, rank, values, seed, key):
     codec = make_codec("powersgd", rank=rank, values=values)
@@ -131,7 +124,6 @@ def test_powersgd_error(rows, columns, rank, values, seed, key):
     assert (round_trip(codec, low, key=key) - low).norm() <= rounding * low.norm()
 
 
-@bounded
 @given(some_codec(), st.floats(width=16, allow_nan=False, allow_infinity=False), st.integers(1, 40), st.booleans())
 def test_fine_and_coarse_numbers_never_become_others(codec, value, count, negate):
     # A tensor of one number and its negative decodes to that number, its negative, and zero; scaled where unbiased says so.
@@ -150,7 +142,6 @@ def test_fine_and_coarse_numbers_never_become_others(codec, value, count, negate
 # Pure functions, of known size
 
 
-@bounded
 @given(some_codec(), dims, seeds, keys)
 def test_encoding_is_a_pure_function_and_decoding_is_deterministic(codec, shape, seed, key):
     tensor = random_tensor(shape, seed)
@@ -166,7 +157,6 @@ def test_encoding_is_a_pure_function_and_decoding_is_deterministic(codec, shape,
         assert torch.equal(decode(codec, first, shape), decode(codec, first.clone(), shape))
 
 
-@bounded
 @given(some_codec(), dims, seeds)
 def test_no_codec_is_larger_than_the_numbers_by_more_than_its_head(codec, shape, seed):
     count = math.prod(shape)
@@ -197,7 +187,6 @@ def check_decodes_or_refuses(codec, data, shape):
     assert torch.equal(data, before)
 
 
-@bounded
 @given(some_codec(), dims, seeds, st.integers(-5, 5))
 def test_random_bytes_decode_or_are_refused(codec, shape, seed, extra):
     generator = torch.Generator().manual_seed(seed)
@@ -205,7 +194,6 @@ def test_random_bytes_decode_or_are_refused(codec, shape, seed, extra):
     check_decodes_or_refuses(codec, torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator), shape)
 
 
-@bounded
 @given(some_codec(), dims, seeds, st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 7)), max_size=4))
 def test_flipped_bits_decode_or_are_refused(codec, shape, seed, flips):
     data = encode(codec, random_tensor(shape, seed), key=seed)
@@ -214,7 +202,6 @@ def test_flipped_bits_decode_or_are_refused(codec, shape, seed, flips):
     check_decodes_or_refuses(codec, data, shape)
 
 
-@bounded
 @given(st.lists(dims, max_size=4), some_codec(), seeds, st.integers(1, 30))
 def test_a_truncated_bucket_is_refused(shapes, codec, seed, missing):
     packer = Packer([(str(i), shape) for i, shape in enumerate(shapes)], codec)
@@ -301,7 +288,6 @@ def test_with_feedback_the_mean_of_what_arrives_is_the_mean_of_what_was_meant(co
     assert apart[-1] < min(apart[10], 0.15 * float(steady.norm()))
 
 
-@bounded
 @given(some_codec(), st.lists(st.sampled_from(["commit", "undo", "nothing"]), min_size=1, max_size=8), seeds)
 def test_only_what_was_not_undone_counts(codec, fates, seed):
     """A sender whose payloads are refused now and then is, afterwards, a sender that never made those."""

@@ -390,7 +390,6 @@ def test_the_token_is_never_shown() -> None:
     assert "SMOLCLUSTER_TOKEN" in dump(config)
 
 
-@settings(deadline=None)
 @given(st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1), st.text("abcdefghijklmnopqrstuvwxyz_"))
 def test_an_unknown_key_always_names_a_known_one(section: str, key: str) -> None:
     name = f"{section}.{key}" if key else section
@@ -403,7 +402,6 @@ def test_an_unknown_key_always_names_a_known_one(section: str, key: str) -> None
     assert named in known_keys() or named in Config.model_fields
 
 
-@settings(deadline=None)
 @given(st.sampled_from(known_keys()), st.integers(0, 20), st.sampled_from("abcxyz"))
 def test_one_wrong_letter_is_understood(key: str, position: int, letter: str) -> None:
     section, _, leaf = key.rpartition(".")
@@ -536,7 +534,6 @@ FREE = {key: part for key, part in KEYS.items() if key not in TIED}
 SUBSETS = st.fixed_dictionaries({}, optional=FREE)
 
 
-@settings(deadline=None, max_examples=60)
 @example({"strategy.options": {"\x85": None}})
 @example({"strategy.options": {"": float("inf")}})
 @given(SUBSETS)
@@ -569,7 +566,6 @@ def test_any_hosts_round_trip(
     assert load_config([path]) == config
 
 
-@settings(deadline=None, max_examples=60)
 @given(SUBSETS)
 def test_resolving_twice_changes_nothing(given_values: dict[str, Any]) -> None:
     config = resolve(load_config([], sets=given_values))

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -86,7 +86,6 @@ def test_one_line_per_step_not_per_rank() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(st.permutations([logged(rank, 10, loss=float(rank)) for rank in range(4)]))
 def test_a_step_closes_with_its_last_rank_in_any_order(rows: list[StepLogged]) -> None:
     state = RunState()
@@ -497,7 +496,6 @@ def test_values_that_are_not_finite_leave_a_gap() -> None:
         loss_plot([1, 2], [1.0])
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 10**9), st.floats()), max_size=20),
     st.integers(-5, 120),

@@ -130,7 +130,6 @@ def test_links_and_pipes_are_not_read(tmp_path: Path) -> None:
 # Curves that stay small ---------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.sampled_from([2, 4, 10]))
 def test_thinning_keeps_means_and_extremes(values: list[float], limit: int) -> None:
     curve = Curve(("loss",), limit=limit)
@@ -189,7 +188,6 @@ def test_many_machines_share_the_room() -> None:
 # One curve out of many ranks ----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 40), st.randoms(use_true_random=False), st.booleans())
 def test_the_joined_curve_is_that_of_the_console(
     ranks: int, steps: int, chance: random.Random, with_server: bool

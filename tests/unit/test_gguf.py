@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.gguf_files import write_gguf
 from torch import Tensor
@@ -386,7 +386,6 @@ def test_a_file_that_was_cut_off_anywhere(tmp_path: Path) -> None:
             GGUF(path)
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_changed_bytes_end_in_a_value_error_or_in_a_model(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     folder = tmp_path_factory.getbasetemp()

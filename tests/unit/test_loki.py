@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.strict_loki import Scripted, StrictLoki, every_line_once
 from tests.unit.test_prometheus import STARTED
@@ -177,7 +177,6 @@ _LINES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(lines=_LINES, cut=st.integers(min_value=0, max_value=12))
 def test_a_file_read_from_anywhere_gives_the_same_entries(lines: list[bytes], cut: int) -> None:
     data = b"".join(lines)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from smolcluster.errors import MissingExtra
@@ -103,7 +103,6 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-@settings(deadline=None)
 @given(any_event())
 def test_every_event_survives_the_wire(event: Event) -> None:
     line = to_json(event)

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from smolcluster.serve.engine.sampling import (
@@ -113,7 +113,6 @@ def test_draws_over_many_seeds_pass_a_chi_square_test(name: str) -> None:
     assert chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue > ALPHA
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     temperature=st.floats(0.05, 5.0),
@@ -152,7 +151,6 @@ def test_the_tokens_that_may_come_are_those_of_transformers(
     torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), theirs, rtol=1e-6, atol=1e-9)
 
 
-@settings(max_examples=80, deadline=None)
 @given(size=st.integers(1, 2000), seed=st.integers(0, 99), u=st.floats(0, 1, exclude_max=True))
 def test_in_blocks_the_sums_are_exceeded_at_the_same_place(size: int, seed: int, u: float) -> None:
     """Small whole numbers, many of them 0: every sum is exact."""
@@ -174,14 +172,12 @@ def test_a_large_vocabulary_of_equal_tokens_is_cut_to_the_size_asked() -> None:
     assert nucleus(np.array([0.1, 0.6, 0.3]), 0.0).tolist() == [1]
 
 
-@settings(max_examples=100, deadline=None)
 @given(values=st.lists(st.integers(-3, 3), min_size=1, max_size=40), count=st.integers(1, 45))
 def test_the_likeliest_are_found_ties_by_id(values: list[int], count: int) -> None:
     order = sorted(range(len(values)), key=lambda at: (-values[at], at))
     assert likeliest(np.array(values, np.float32), count).tolist() == sorted(order[:count])
 
 
-@settings(max_examples=100, deadline=None)
 @given(values=st.lists(st.integers(0, 4), min_size=1, max_size=60).filter(any), share=st.integers(0, 64))
 def test_the_nucleus_is_the_smallest_that_has_its_share(values: list[int], share: int) -> None:
     order = sorted(range(len(values)), key=lambda at: (-values[at], at))

@@ -845,7 +845,6 @@ def test_whatever_is_sent_it_is_never_our_fault(
 
 
 @given(st.sampled_from([*POSTS, "/login"]), st.binary(max_size=60))
-@settings(max_examples=50, deadline=None)
 def test_nor_whatever_bytes(shared_port: int, path: str, body: bytes) -> None:
     assert error(post(shared_port, path, body))[0] == 400
 

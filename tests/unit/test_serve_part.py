@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -94,7 +94,6 @@ def whole(model: GPT, sequence: Tensor) -> Tensor:
 # ---- the same logits
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     shape=st.sampled_from(list(SHAPES)),
     dtype=st.sampled_from(list(TOLERANCE)),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.scripted_engine import END, SAID, ScriptedEngine, service_of
 
@@ -119,7 +119,6 @@ def test_a_model_that_ends_at_once() -> None:
 
 
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3))
-@settings(max_examples=60, deadline=None)
 def test_text_up_to_the_first_stop_string(said: str, stop: list[str]) -> None:
     tokens = said.encode()
     engine = ScriptedEngine(lambda _: [*tokens, END])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.gguf_files import write_gguf
 
@@ -154,7 +154,6 @@ def test_no_message_closes_its_turn(chatml: ChatTokenizer, attack: str) -> None:
     assert spelled == turns
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     contents=st.lists(
         st.lists(st.sampled_from([*ATTACKS, "a", " ", "<|", "\ue000", "\ue001", "\ue002"]), max_size=6).map("".join),
@@ -676,7 +675,6 @@ def test_a_decoder_that_is_not_known_is_named() -> None:
 # ---- token by token
 
 
-@settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=40), noise=st.lists(st.integers(0, 280), max_size=12))
 def test_pieces_joined_are_the_whole(chatml: ChatTokenizer, spm: ChatTokenizer, text: str, noise: list[int]) -> None:
     for one in (chatml, spm):
@@ -735,7 +733,6 @@ def test_what_may_be_the_beginning_of_a_stop_string_waits() -> None:
     assert StopStrings([""]).push("all") == ("all", False)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     text=st.text("abc", max_size=20),
     stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -40,7 +40,6 @@ def stage_times(
     return times
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_no_split_is_better(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 3))

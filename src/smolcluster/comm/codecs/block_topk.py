@@ -180,7 +180,8 @@ def unpack(data: Bits, bits: int, count: int) -> Whole:
 
 def rice(gaps: Whole, *, most_bytes: int) -> tuple[Bits, int]:
     """Return the gaps in the fewest bytes, and the parameter that took them."""
-    r = min(range(MOST_RICE + 1), key=lambda r: (len(gaps) * r + int((gaps >> r).sum()), r))
+    n = len(gaps)
+    r = min(range(MOST_RICE + 1), key=lambda r: (-(-n * r // 8) + -(-(n + int((gaps >> r).sum())) // 8), r))
     high = gaps >> r
     unary = np.zeros(len(gaps) + int(high.sum()), dtype=np.uint8)
     unary[np.cumsum(high + 1) - 1] = 1
