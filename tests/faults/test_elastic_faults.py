@@ -66,6 +66,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "allreduce": ("allreduce", {"cluster.plane": "elastic"}),
     "fsdp": ("fsdp", {"cluster.plane": "elastic", "strategy.fsdp_stage": 1}),
     "allreduce-2": ("allreduce", {"cluster.plane": "elastic", "strategy.staleness_bound": 2}),
+    "diloco": ("diloco", {"cluster.plane": "elastic", "strategy.inner_steps": 2}),
 }
 EVERY = pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce", "allreduce-2"])
 
@@ -142,7 +143,7 @@ def test_killed_workers_cost_their_unfinished_step(
 
 
 @usually("allreduce-2", "fsdp")
-@pytest.mark.parametrize("kind", ["allreduce", "allreduce-2", "fsdp"])
+@pytest.mark.parametrize("kind", ["allreduce", "allreduce-2", "fsdp", "diloco"])
 def test_a_worker_dies_while_gradients_travel_encoded(tmp_path: Path, kind: str) -> None:
     def script(world: ElasticWorld) -> None:
         world.wait_for_step(10)
@@ -393,7 +394,8 @@ def test_a_server_that_stands_still_for_a_while_loses_nobody(tmp_path: Path, kin
 
 
 @usually("allreduce")
-@pytest.mark.parametrize("kind", ["allreduce", "fsdp"])
+@usually("allreduce", "fsdp")
+@pytest.mark.parametrize("kind", ["allreduce", "fsdp", "diloco"])
 def test_a_worker_whose_computing_hangs_is_fenced_and_catches_up(tmp_path: Path, kind: str) -> None:
     """Its transport still sends heartbeats; the others wait for its gradient, and then go on without it."""
     seen: dict[str, Any] = {}
