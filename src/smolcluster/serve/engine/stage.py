@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.addresses import is_loopback
-from smolcluster.comm.elastic.collectives.operations import Landing
+from smolcluster.comm.elastic.collectives.operations import Destination
 from smolcluster.comm.elastic.collectives.state_transfer import IncomingState
 from smolcluster.comm.elastic.transport.api import Dialer, Handler, Link, Transport
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
@@ -97,7 +97,7 @@ class Holder:
         self._passed_on: dict[Link, deque[int]] = {}  # batches that have left
         self._landing: dict[Link, tuple[Batch, float]] = {}
         self._incoming: IncomingState | None = None
-        self._slice: Landing | None = None  # of it, on its way
+        self._slice: Destination | None = None  # of it, on its way
         self._wanted: tuple[int, Assignment] | None = None  # whose weights come from the front
         self._secret: str | None = None  # of the front: whose batches are taken
         # Of the thread that computes, or of the transport's while that has nothing to do.

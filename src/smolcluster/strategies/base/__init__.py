@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.comm.elastic.membership.roster import Roster
-from smolcluster.comm.elastic.membership.server_link import Line
+from smolcluster.comm.elastic.membership.server_link import ServerLink
 from smolcluster.comm.group import Group, Traffic
 from smolcluster.comm.rounds import Combination, Rounds
 from smolcluster.compute.claims import Count
@@ -145,7 +145,7 @@ class Context:
     tell: Callable[[str], None] = lambda _: None  # a line that is no warning
     draw: Callable[[Drawing], None] = lambda _: None  # keep a picture of how this run worked, on the lead rank
     example: Callable[[int], Any] = lambda _: None  # a batch of so many samples, to measure with
-    line: Line | None = None  # elastic plane: a worker's line to its server
+    line: ServerLink | None = None  # elastic plane: a worker's line to its server
     office: Office | None = None  # elastic plane: a server's
     # elastic plane: for a strategy that exchanges in rounds
     open_rounds: Callable[[Any, Combination], Rounds] | None = None
