@@ -73,7 +73,7 @@ with (
     from smolcluster.comm.elastic.collectives.peers import Peers
     from smolcluster.comm.elastic.membership.mailbox import Mailbox, Payload
     from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage, Roster
-    from smolcluster.comm.elastic.membership.server_link import Line, Stopped
+    from smolcluster.comm.elastic.membership.server_link import ServerLink, Stopped
     from smolcluster.comm.elastic.membership.view import View
     from smolcluster.comm.elastic.membership.view import ViewMember as Seated
     from smolcluster.comm.elastic.transport import frames, payloads
@@ -580,7 +580,7 @@ def line(data: bytes) -> str:
     server = _Party(network.transport(_peer("server", 99)))
     address = server.transport.listen("here", 0, server)
     flags = source.byte()
-    subject = Line(network.transport(_peer("worker", 1)), address, stop_requested=lambda: True)
+    subject = ServerLink(network.transport(_peer("worker", 1)), address, stop_requested=lambda: True)
     subject.allow(Kind.STATE, most_bytes=256)
     subject.expect(Kind.AVERAGE, [Payload(torch.float32, (3,))])
     if flags & 1:

@@ -99,7 +99,7 @@ BY_A_WORKER = {
     "nccl without a GPU": case("train --backend nccl" + _ONE, "needs NVIDIA GPUs", "try --backend gloo"),
     "master that has no name": case(
         "train --rank 1 --world-size 2 --master-addr a..b --master-port 29400 --steps 2",
-        "--master-addr a..b: this machine does not know that name",
+        "--master-addr a..b: this machine cannot resolve that name",
         "use the address of rank 0",
     ),
     "missing text": case("train --override data.name=text data.root=gone.txt" + _ONE, "data.root", "gone.txt"),
@@ -275,7 +275,7 @@ def test_master_port_in_use(smol: Smol, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         ended = smol.run("train", "--rank", "0", "--world-size", "2", "--master-port", port, cwd=tmp_path)
-    check_refused(ended, f"--master-port {port}", "in use", "Choose another with --master-port")
+    check_refused(ended, f"--master-port {port}", "in use", "choose another with --master-port")
     assert tree(tmp_path) == {}
 
 

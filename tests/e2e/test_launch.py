@@ -313,7 +313,7 @@ def test_two_ranks_of_one_number_are_told(smol: Smol, folder: Path) -> None:
     first = by_hand(smol, folder, "twins", 0, port)
     ended = eventually(lambda: [t for t in twins if t.process.poll() is not None], what="one of them to leave")[0].end()
     assert ended.status == 2
-    assert "rank 1 is there twice" in ended.err
+    assert "rank 1 was started twice" in ended.err
     first.process.send_signal(signal.SIGINT)
     assert first.end(within_s=20).status == 130
 

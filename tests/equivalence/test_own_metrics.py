@@ -67,7 +67,7 @@ def test_the_quick_check_changes_nothing(tmp_path: Path, strategy: str) -> None:
         ("BackwardFails", "the backward pass of loss() of BackwardFails failed: NotImplementedError: not written yet"),
         ("SampleFails", "sample() of SampleFails failed: KeyError: 'prompt'"),
         ("SampleIsText", "sample() of SampleIsText must return a prompt and a text, or None, not 'once upon a time'"),
-        ("CountIsNegative", "count() of CountIsNegative must return how many targets count, or None, not -1"),
+        ("CountIsNegative", "count() of CountIsNegative must return the number of targets that count, or None, not -1"),
         ("Double", "training.best = 'right, max': metrics() of Double has no 'right'; known: loss"),
     ],
 )

@@ -95,11 +95,11 @@ def test_little_is_kept_for_one_that_is_no_member_and_nothing_after_it() -> None
             if stranger.link is not None:
                 stranger.link.send(message)
             network.advance(0.01)
-    assert peers._wires._kept_bytes <= 17 << 20
+    assert peers._links._kept_bytes <= 17 << 20
     assert peers._states.qsize() <= 4
     stranger.transport.close()
     network.advance(0.1)
-    assert peers._wires._kept_bytes == 0
+    assert peers._links._kept_bytes == 0
 
 
 # Members that want more than is theirs

@@ -153,7 +153,7 @@ def test_a_rank_that_never_comes_is_named(network: Network, tmp_path: Path) -> N
         failed = world.ranks[rank].failed
         assert failed is not None
         assert failed.kind == "user"
-        assert f"rank 1 of 3 did not come to {network.address(0)}" in failed.message
+        assert f"rank 1 of 3 did not join at {network.address(0)}" in failed.message
         assert "within 3 s" in failed.message
 
 
@@ -199,7 +199,7 @@ def test_ranks_of_another_world_are_told(network: Network, tmp_path: Path) -> No
     assert [rank.status for rank in world.ranks] == [2, 2, 2]
     assert world.ranks[2].failed is not None
     assert "has world size 5 and rank 0 on" in world.ranks[2].failed.message
-    assert "say the same --world-size on every machine" in world.ranks[2].failed.message
+    assert "use the same --world-size on every machine" in world.ranks[2].failed.message
 
 
 def test_a_torch_for_gpus_and_one_for_cpus_go_together(network: Network, tmp_path: Path) -> None:

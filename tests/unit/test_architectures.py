@@ -88,8 +88,8 @@ def test_automatic_values_are_those_of_the_architecture() -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["position=rotary"], "position is rotary, and a qwen3 has no such choice: leave it out"),
-        (["bias=true"], "bias is True, and a qwen3 has no such choice"),
+        (["position=rotary"], "position is rotary, which a qwen3 does not have: leave it out"),
+        (["bias=true"], "bias is True, which a qwen3 does not have"),
         (["options.head_dm=8"], "a qwen3 has no options.head_dm: its own are head_dim"),
         (["options.model_dim=8"], "a qwen3 has no options.model_dim"),
         (["options.head_dim=7"], "head_dim is 7: it must be even"),

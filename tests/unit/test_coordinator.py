@@ -431,7 +431,7 @@ def test_a_second_rank_with_the_instance_of_another_is_refused() -> None:
     run.hear(2, Message(kind=Kind.JOIN))
     run.go_on()
     assert (
-        f"instance {run.links[1].peer.instance}, as worker 1 (testhost)"
+        f"instance {run.links[1].peer.instance} is already used by worker 1 (testhost)"
         in run.links[2].last(Kind.REFUSE).meta["reason"]
     )
     assert sorted(run.roster.members) == [0, 1]

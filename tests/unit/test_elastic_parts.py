@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smolcluster.comm.codecs import make_codec
-from smolcluster.comm.elastic.collectives.packed_tensors import Parcels
+from smolcluster.comm.elastic.collectives.packed_tensors import PackedTensors
 from smolcluster.comm.elastic.membership.mailbox import Mailbox, Payload, Received
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.api import Link
@@ -179,7 +179,7 @@ def test_a_member_and_its_buddy_are_too_much_to_lose() -> None:
 def test_parcels_come_back(codec: str, bucket_bytes: int) -> None:
     layout = [("a", (8, 4)), ("b", (3,)), ("c", ()), ("d", (5, 5))]
     tensors = {name: torch.randn(shape) for name, shape in layout}
-    parcels = Parcels(layout, codec=make_codec(codec), bucket_bytes=bucket_bytes)
+    parcels = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=bucket_bytes)
     out = {name: torch.full(shape, math.nan) for name, shape in layout}
     payloads = list(parcels.encode(tensors, key=3))
     assert [channel for channel, _ in payloads] == list(range(len(parcels)))
@@ -197,7 +197,7 @@ def test_parcels_come_back(codec: str, bucket_bytes: int) -> None:
 def test_a_tensor_that_is_too_large_for_one_payload_travels_in_slices(codec: str) -> None:
     layout, most_bytes = [("a", (3,)), ("large", (300, 100)), ("b", (5,))], 30_000
     tensors = {name: torch.randn(shape) for name, shape in layout}
-    parcels = Parcels(layout, codec=make_codec(codec), bucket_bytes=10**6, most_bytes=most_bytes)
+    parcels = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=10**6, most_bytes=most_bytes)
     out = {name: torch.full(shape, math.nan) for name, shape in layout}
     assert parcels.names == ["a", "large", "b"]
     payloads = list(parcels.encode(tensors, key=3))
@@ -205,7 +205,7 @@ def test_a_tensor_that_is_too_large_for_one_payload_travels_in_slices(codec: str
     assert max(p.nbytes for _, p in payloads) <= most_bytes < parcels.nbytes
     for channel, payload in payloads:
         parcels.decode(channel, payload, out)
-    whole = Parcels(layout, codec=make_codec(codec), bucket_bytes=10**6)
+    whole = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=10**6)
     expected = {name: torch.empty(shape) for name, shape in layout}
     assert len(whole) == 1
     for channel, payload in whole.encode(tensors, key=3):
@@ -217,7 +217,7 @@ def test_a_tensor_that_is_too_large_for_one_payload_travels_in_slices(codec: str
 
 def test_a_payload_does_not_share_memory_with_what_it_was_made_of() -> None:
     tensors = {"w": torch.ones(16)}
-    parcels = Parcels([("w", (16,))], codec=make_codec("fp32"), bucket_bytes=10**6)
+    parcels = PackedTensors([("w", (16,))], codec=make_codec("fp32"), bucket_bytes=10**6)
     [(_, payload)] = list(parcels.encode(tensors))
     tensors["w"].zero_()
     assert torch.equal(payload.view(torch.float32), torch.ones(16))
@@ -261,7 +261,7 @@ def test_a_whole_state_may_come_while_the_reader_is_busy() -> None:
     mailbox.allow(Kind.STATE, most_bytes=800)
     for channel in range(8):
         deliver(mailbox, Kind.STATE, channel=channel)
-    with pytest.raises(NotWanted, match="STATE of step 7: with it 900 bytes would wait to be read here, more than 800"):
+    with pytest.raises(NotWanted, match="STATE of step 7: 900 unread bytes with it, the limit is 800"):
         deliver(mailbox, Kind.STATE)
     mailbox.get(0)
     deliver(mailbox, Kind.STATE)
@@ -272,7 +272,7 @@ def test_more_than_a_few_of_each_is_refused_and_the_reason_told() -> None:
     mailbox.expect(Kind.PUSH, [Payload(torch.uint8, (100,))])
     for _ in range(4):
         deliver(mailbox, Kind.PUSH)
-    with pytest.raises(NotWanted, match="500 bytes would wait to be read here, more than 400"):
+    with pytest.raises(NotWanted, match="500 unread bytes with it, the limit is 400"):
         deliver(mailbox, Kind.PUSH)
 
 
@@ -286,8 +286,8 @@ def test_every_member_may_push_while_the_server_is_busy() -> None:
         roster.welcome(member)
     for _ in range(12):
         deliver(mailbox, Kind.PUSH)
-    with pytest.raises(NotWanted, match="more than 1200"):
+    with pytest.raises(NotWanted, match="the limit is 1200"):
         deliver(mailbox, Kind.PUSH)
     roster.evict(members[0], "slow")
-    with pytest.raises(NotWanted, match="more than 800"):
+    with pytest.raises(NotWanted, match="the limit is 800"):
         deliver(mailbox, Kind.PUSH)

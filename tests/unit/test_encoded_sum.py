@@ -596,5 +596,5 @@ def test_one_that_follows_gets_the_same_bits(name: str, size: int) -> None:
         theirs = taken(members, step, weight=size)
         assert same(theirs, {n: p.grad for n, p in follower.parameters.items() if p.grad is not None})
         assert "bias" not in theirs
-    with pytest.raises(ValueError, match="not as 4 members have them"):
+    with pytest.raises(ValueError, match="do not match a group of 4 members"):
         follower.combination.follow(0, shares, members=4)

@@ -228,10 +228,10 @@ def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unknown)
     monkeypatch.setattr(rendezvous.time, "sleep", lambda _: None)
-    rendezvous._look_up(rendezvous.RankPlace(master_addr="mini2"))
+    rendezvous._resolve(rendezvous.RankPlace(master_addr="mini2"))
     assert asked == ["mini2", "mini2"]
-    with pytest.raises(UserError, match="mini9: this machine does not know that name"):
-        rendezvous._look_up(rendezvous.RankPlace(master_addr="mini9", join_timeout_s=0.0))
+    with pytest.raises(UserError, match="mini9: this machine cannot resolve that name"):
+        rendezvous._resolve(rendezvous.RankPlace(master_addr="mini9", join_timeout_s=0.0))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback is one address")
@@ -253,7 +253,7 @@ def test_the_store_listens_on_its_address_alone(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_store_of_another_machines_address_is_refused_for_its_address() -> None:
     with pytest.raises(
-        UserError, match=r"^--master-addr 192\.0\.2\.1 is not an address of this machine, which has rank 0"
+        UserError, match=r"^--master-addr 192\.0\.2\.1 is not an address of this machine, which runs rank 0"
     ):
         rendezvous._open_store(rendezvous.RankPlace(world_size=2, master_addr="192.0.2.1"))
 
@@ -366,7 +366,7 @@ def test_ranks_agree_on_a_backend(said: list[str], backend: str) -> None:
     [
         (
             ["- -", "gloo -", "mpi -"],
-            "rank 2 on host1 has backend mpi and rank 1 on host0 has gloo; say the same --backend",
+            "rank 2 on host1 has backend mpi and rank 1 on host0 has gloo; use the same --backend",
         ),
         (
             ["nccl cuda a", "- cuda b", "- -"],
@@ -414,7 +414,7 @@ def test_of_two_with_one_number_one_is_told_however_they_meet() -> None:
             met = [pool.submit(sign, store, rank, f"rank {rank}") for rank in range(2)]
             assert [one.result() for one in met] == [["rank 0", "rank 1"]] * 2
 
-    with pytest.raises(UserError, match="rank 1 is there twice: another process, on here"):
+    with pytest.raises(UserError, match="rank 1 was started twice: another process, on here"):
         sign(Store(store, others_meet), 1, "a twin")
 
 

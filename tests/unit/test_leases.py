@@ -192,7 +192,7 @@ def test_a_plain_sampler_and_the_ledger_read_each_others_state() -> None:
     ],
 )
 def test_nonsense_is_refused(state: dict, message: str) -> None:
-    with pytest.raises(UserError, match=f"the saved data position makes no sense: .*{message}.*resume from another"):
+    with pytest.raises(UserError, match=f"the saved data position is invalid: .*{message}.*resume from another"):
         Leases.from_state(state)
 
 

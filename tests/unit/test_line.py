@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from smolcluster.comm.elastic.membership.mailbox import Mailbox
-from smolcluster.comm.elastic.membership.server_link import BESIDE, Line
+from smolcluster.comm.elastic.membership.server_link import BESIDE, ServerLink
 from smolcluster.comm.elastic.transport.api import Link, Transport
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 
@@ -26,7 +26,7 @@ class FakeLink:
             self.leaving.append(sent)
 
 
-def linked() -> tuple[Line, FakeLink]:
+def linked() -> tuple[ServerLink, FakeLink]:
     dialled: list[Mailbox] = []
 
     def dial(address: str, mailbox: Mailbox) -> SimpleNamespace:
@@ -34,7 +34,7 @@ def linked() -> tuple[Line, FakeLink]:
         return SimpleNamespace(close=lambda: None)
 
     transport = SimpleNamespace(dial=dial, close=lambda: None)
-    line, link = Line(cast(Transport, cast(Any, transport)), "testhost:1"), FakeLink()
+    line, link = ServerLink(cast(Transport, cast(Any, transport)), "testhost:1"), FakeLink()
     dialled[0].linked(cast(Link, cast(Any, link)))
     assert line.get(0) is None
     link.sent.clear()  # it has asked what is trained

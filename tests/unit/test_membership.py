@@ -317,4 +317,4 @@ def test_a_view_that_is_none_ends_the_link(roster: Roster, change: Callable[[dic
     at_server.link().send(Message(kind=Kind.VIEW, meta=meta))
     assert not client.wait(lambda: client.number >= 0, within_s=WAIT_S)
     assert client.lost == CLOSED
-    at_server.wait(lambda seen: seen.ends and seen.ends[0].startswith("not a view"))
+    at_server.wait(lambda seen: seen.ends and seen.ends[0].startswith("not a valid VIEW"))

@@ -153,5 +153,5 @@ def test_one_that_follows_gets_the_same_bits(size: int) -> None:
             assert mine is not None
             assert theirs is not None
             assert torch.equal(mine, theirs)
-    with pytest.raises(ValueError, match="buckets, where there are"):
+    with pytest.raises(ValueError, match="buckets, expected"):
         combination.follow(0, {0: shares[0]}, members=size)

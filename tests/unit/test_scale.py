@@ -15,7 +15,7 @@ from tests.tasks import Tiny
 
 from smolcluster.comm.elastic.membership.mailbox import Linked, Mailbox
 from smolcluster.comm.elastic.membership.roster import Member, Roster
-from smolcluster.comm.elastic.membership.server_link import Line
+from smolcluster.comm.elastic.membership.server_link import ServerLink
 from smolcluster.comm.elastic.membership.server_state import ServerState
 from smolcluster.comm.elastic.transport import frames
 from smolcluster.comm.elastic.transport.api import Link
@@ -219,7 +219,7 @@ def test_a_server_sends_ten_thousand_tensors_and_one_beyond_the_largest_payload(
     )
     try:
         mailbox = Mailbox()
-        line = Line(worker, server.listen("127.0.0.1", 0, mailbox))
+        line = ServerLink(worker, server.listen("127.0.0.1", 0, mailbox))
         line.allow(Kind.STATE, most_bytes=8 << 20)
         line.join = lambda: {}
         linked = mailbox.get(60.0)

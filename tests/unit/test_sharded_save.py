@@ -21,7 +21,7 @@ from tests.unit.test_checkpoint import forge
 from torch import Tensor
 
 from smolcluster.comm.group import PeerLost
-from smolcluster.comm.notes import StoreBulletin
+from smolcluster.comm.notes import StoreNotes
 from smolcluster.comm.sharded import box_name, read_box_name
 from smolcluster.engine.checkpoint.lazy_tensors import FileEntry, StoredTensors
 from smolcluster.engine.checkpoint.sharded_save import LeadStore, PartStore
@@ -50,7 +50,7 @@ class Notes:
         with self._changed:
             self._changed.wait_for(lambda: key in self._notes or self._closed, timeout=within_s)
             if key not in self._notes:
-                raise PeerLost(f"no word of {key}")
+                raise PeerLost(f"no rank has posted {key}")
             return self._notes[key]
 
     def remove(self, key: str) -> None:
@@ -291,8 +291,8 @@ def test_who_waits_for_a_note_fills_no_terminal(capfd: pytest.CaptureFixture[str
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     capfd.readouterr()
-    with pytest.raises(PeerLost, match="no word of"):
-        StoreBulletin("127.0.0.1", server.port, name="x").read("never", within_s=0.1)
+    with pytest.raises(PeerLost, match="has posted"):
+        StoreNotes("127.0.0.1", server.port, name="x").read("never", within_s=0.1)
     assert capfd.readouterr().err == ""
 
 
@@ -323,15 +323,15 @@ def test_notes_travel_through_a_store() -> None:
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    one, other = (StoreBulletin("127.0.0.1", server.port, name="x") for _ in range(2))
-    stranger = StoreBulletin("127.0.0.1", server.port, name="y")
+    one, other = (StoreNotes("127.0.0.1", server.port, name="x") for _ in range(2))
+    stranger = StoreNotes("127.0.0.1", server.port, name="y")
     one.post("a", {"b": [1, None]})
     assert other.read("a", within_s=60.0) == {"b": [1, None]}
     for key, reader in (("a", stranger), ("c", other)):
-        with pytest.raises(PeerLost, match="no word of"):
+        with pytest.raises(PeerLost, match="has posted"):
             reader.read(key, within_s=0.01)
     other.remove("a")
-    with pytest.raises(PeerLost, match="no word of a"):
+    with pytest.raises(PeerLost, match="has posted a"):
         one.read("a", within_s=0.01)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(one.read, "never", within_s=600.0)

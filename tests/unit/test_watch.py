@@ -11,7 +11,7 @@ import pytest
 
 from smolcluster.comm.group import Group
 from smolcluster.comm.memory_group import MemoryGroup
-from smolcluster.comm.mesh.liveness import Watch
+from smolcluster.comm.mesh.liveness import LivenessMonitor
 
 T = TypeVar("T")
 
@@ -25,13 +25,13 @@ def test_last_words_reach_the_others() -> None:
     lost: dict[int, str] = {}
     named = threading.Event()
 
-    def begin(group: Group) -> Watch:
+    def begin(group: Group) -> LivenessMonitor:
         def on_lost(message: str) -> None:
             lost[group.rank] = message
             if len(lost) == 2:
                 named.set()
 
-        return Watch(group, "127.0.0.1", name=f"host{group.rank}", on_lost=on_lost)
+        return LivenessMonitor(group, "127.0.0.1", name=f"host{group.rank}", on_lost=on_lost)
 
     watches = on_ranks(3, begin)
     assert [watch.lost() for watch in watches] == [None] * 3
@@ -45,6 +45,6 @@ def test_last_words_reach_the_others() -> None:
 def test_a_rank_0_that_cannot_listen_is_known_by_all() -> None:
     def begin(group: Group) -> None:
         with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0"):
-            Watch(group, "192.0.2.1", name="here", on_lost=lambda _: None)
+            LivenessMonitor(group, "192.0.2.1", name="here", on_lost=lambda _: None)
 
     on_ranks(2, begin)  # or the others wait for an address that never comes

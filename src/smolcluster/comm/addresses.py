@@ -1,4 +1,4 @@
-"""What follows from an address by itself, and a plain connection to it."""
+"""Properties of an address, and a plain TCP connection to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. Names other than localhost are not looked up: they count as reachable."""
+    """Return whether only this machine can reach `host`. Names other than localhost are not resolved: False."""
     if host == "localhost":
         return True
     with contextlib.suppress(ValueError):
@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether `host` is a number, not a name."""
+    """Return whether `host` is an IP address, not a name."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
         return True
@@ -27,7 +27,7 @@ def is_address(host: str) -> bool:
 
 
 def reach(host: str, port: int, *, within_s: float) -> socket.socket:
-    """Connect; a connection to itself counts as refused."""
+    """Connect. A connection to itself counts as refused (see `refuse_itself`)."""
     sock = socket.create_connection((host, port), timeout=within_s)
     try:
         refuse_itself(sock)
@@ -38,7 +38,10 @@ def reach(host: str, port: int, *, within_s: float) -> socket.socket:
 
 
 def refuse_itself(sock: socket.socket) -> None:
-    """A port of this machine where nobody listens may be the very one that the system gives to who asks for it. TCP then
-    connects the asker with itself, and nobody else can listen there any more. It counts as what it would have been: refused."""
+    """Raise ConnectionRefusedError if this socket is connected to itself.
+
+    That happens when no process listens on a local port and the system picks the same number as the source port (TCP
+    simultaneous open). Such a connection would keep the server from listening there.
+    """
     if sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))

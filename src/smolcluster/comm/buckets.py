@@ -1,17 +1,17 @@
-"""Gradients in flat buckets, summed over a group while backward is still running.
+"""Gradients in flat buckets, all-reduced over a group while backward is still running.
 
 Backward produces gradients from the last layer to the first. Each one is scaled and copied into a flat bucket; a full
-bucket leaves for the network at once, so most of the exchange hides behind the rest of backward. Buckets always leave in
-the same order on every rank, whatever order their gradients become ready in.
+bucket is all-reduced at once, so most communication overlaps with the rest of backward. Buckets are sent in the same order
+on every rank, whatever order their gradients become ready in.
 
 One `slot` holds the gradients of one step. With `num_slots` = K + 1, up to K steps are in flight while the next is computed.
 
-The last bucket carries a few numbers more than its gradients: how many ranks asked to stop, so that all leave after the same
-step, and for each parameter how many ranks used it. One that no rank used gets no gradient, as on one worker: the optimizer
-leaves it alone, where a gradient of zero would let it decay. Only a rank that did not use a parameter itself needs to look, so
-a GPU waits for nothing where all of them are used.
+The last bucket has additional elements: the number of ranks that asked to stop, so that all stop after the same step, and for
+each parameter the number of ranks that used it. A parameter that no rank used gets no gradient, as on one worker: a gradient
+of zero would let the optimizer decay it. Only a rank with unused parameters reads these counts, so a GPU is not synchronized
+where all are used.
 
-Where members may be lost, `keep` keeps each step's own gradients beside the sums, so that a sum can be started again in
+For groups that may lose members, `keep` keeps each step's own gradients beside the sums, so that a sum can be repeated in
 another group (`restart`).
 """
 
@@ -31,14 +31,14 @@ from smolcluster.comm.sharded import gradient, like, local
 
 @dataclass(slots=True)
 class _BucketSlot:
-    """The gradients of one step: `flats[i]` is bucket i, `views[j]` the part of it that belongs to parameter j."""
+    """The gradients of one step: `flats[i]` is bucket i, `views[j]` the view of parameter j in its bucket."""
 
     flats: list[Tensor]
     views: list[Tensor]
     used: Tensor  # for each parameter, whether this rank used it
     stop_count: Tensor
     unused: set[int] = field(default_factory=set)  # parameters that this rank did not use
-    # With `keep`: my part of each bucket, which `views` then point into.
+    # With `keep`: this rank's part of each bucket, which `views` then point into.
     mine: list[Tensor] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 
@@ -57,10 +57,10 @@ class GradientBuckets:
         self.group = group
         self._keep = keep
         self._parameters = list(parameters)
-        self._parts = [local(p.detach()) for p in self._parameters]  # of each, what this rank has
+        self._parts = [local(p.detach()) for p in self._parameters]  # this rank's part of each
         device = self._parts[0].device
         self._home = group.buffer_device(device)
-        self._staged = self._home != device  # a backend that cannot reach the device gets copies
+        self._staged = self._home != device  # copies for a backend that does not support the device
         self._bucket_of, self._num_buckets = assign_buckets(
             [(p.dtype, p.nbytes) for p in self._parts],
             bucket_bytes=bucket_bytes,
@@ -76,10 +76,10 @@ class GradientBuckets:
             parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, j))  # type: ignore[no-untyped-call]
 
     def arm(self, slot: int, *, weight: float, stop: bool) -> None:
-        """The next backward is the last of its step: send each gradient, times `weight`, as it appears."""
+        """Before the last backward of a step: sum each gradient, times `weight`, as it becomes ready."""
         current = self._slots[slot]
         if self._keep:
-            current.works.clear()  # of a group that is no more
+            current.works.clear()  # of an aborted group
         assert not current.works, "the slot is still in flight"
         current.stop_count.fill_(float(stop))
         current.used.fill_(1.0)
@@ -90,10 +90,10 @@ class GradientBuckets:
         self._next_to_send = 0
 
     def disarm(self) -> None:
-        """Backward is over: what has not left leaves now.
+        """After that backward: send the remaining buckets.
 
-        The last backward need not have reached every parameter. One that an earlier micro-batch used has its gradient still;
-        one that none of them used adds nothing to the sum.
+        The last backward may not have reached every parameter. One that an earlier micro-batch used still has its gradient;
+        one that none used adds nothing to the sum.
         """
         slot = self._current
         assert slot is not None
@@ -110,18 +110,18 @@ class GradientBuckets:
         self._current = None
 
     def wait(self, slot: int) -> None:
-        """Return when the sums of this slot are there."""
+        """Wait for the sums of this slot."""
         current = self._slots[slot]
         for work in current.works:
             work.wait()
         current.works.clear()
 
     def done(self, slot: int) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return all(work.done for work in self._slots[slot].works)
 
     def restart(self, slot: int, *, zero: bool = False) -> None:
-        """Sum the kept gradients of this slot again, in the present group; `zero`: without a part of mine."""
+        """Sum the kept gradients of this slot again, in the current group; `zero`: this rank contributes zeros."""
         current = self._slots[slot]
         current.works.clear()
         if zero:
@@ -133,14 +133,14 @@ class GradientBuckets:
             current.works.append(self.group.all_reduce(flat))
 
     def kept_norm(self, slot: int) -> float:
-        """Of my own part, weighted as it was given."""
+        """Return the norm of this rank's weighted gradients."""
         return float(get_total_norm(self._gradients_in(self._slots[slot].mine)))
 
     def sum_norm(self, slot: int) -> float:
         return float(get_total_norm(self._gradients_in(self._slots[slot].flats)))
 
     def give(self, slot: int, *, factor: float = 1.0) -> None:
-        """Hand the sums to the parameters as their gradients; a parameter that no rank used has none."""
+        """Set the sums as the parameters' gradients; None for a parameter that no rank used."""
         current = self._slots[slot]
         idle = self._idle(current)
         if factor != 1.0:
@@ -156,7 +156,7 @@ class GradientBuckets:
         return [None if j in idle else view for j, view in enumerate(self._views_of(current.flats))]
 
     def put(self, slot: int, sums: Sequence[Tensor | None]) -> None:
-        """Take these for the sums of this slot, as `sums` gave them."""
+        """Set the sums of this slot to what `sums` returned."""
         current = self._slots[slot]
         current.stop_count.zero_()
         current.unused = {j for j, mine in enumerate(sums) if mine is None}
@@ -166,29 +166,32 @@ class GradientBuckets:
             view.zero_() if mine is None else view.copy_(mine)
 
     def flats(self, slot: int) -> list[Tensor]:
-        """Return the sums of this slot as they travel, after `wait`."""
+        """Return the flat buckets of this slot, after `wait`."""
         return self._slots[slot].flats
 
     def take(self, slot: int, flats: Mapping[int, Tensor]) -> None:
-        """Take these for the sums of this slot, as another rank's `flats` has them."""
+        """Set the sums of this slot to what another rank's `flats` returned, by bucket."""
         current = self._slots[slot]
         if flats.keys() != set(range(len(current.flats))):
-            raise ValueError(f"{len(flats)} buckets, where there are {len(current.flats)}")
-        current.unused = set(range(len(self._parameters)))  # here: the counts say which ones nobody used
+            raise ValueError(f"got {len(flats)} buckets, expected {len(current.flats)}")
+        current.unused = set(range(len(self._parameters)))  # on this rank; the counts tell for all ranks
         for number, flat in enumerate(current.flats):
             if flats[number].shape != flat.shape or flats[number].dtype != flat.dtype:
-                raise ValueError(f"bucket {number} is not as it is here")
+                raise ValueError(
+                    f"bucket {number} is {flats[number].dtype} of {tuple(flats[number].shape)}, expected {flat.dtype} of "
+                    f"{tuple(flat.shape)}"
+                )
             flat.copy_(flats[number])
 
     def _idle(self, slot: _BucketSlot) -> set[int]:
-        """Parameters that no rank used. A rank knows of those that it used itself."""
+        """Return the parameters that no rank used. Reads the counts only if this rank has unused ones."""
         if not slot.unused:
             return set()
         counts = self._used_in(slot.flats).tolist()
         return {j for j in slot.unused if counts[j] == 0}
 
     def stop_count(self, slot: int) -> Tensor:
-        """How many ranks asked to stop, after `wait`."""
+        """Return how many ranks asked to stop, after `wait`."""
         return self._slots[slot].stop_count
 
     def _on_gradient(self, j: int, parameter: Tensor) -> None:
@@ -205,7 +208,7 @@ class GradientBuckets:
         self._mark(j)
 
     def _mark(self, j: int) -> None:
-        """Gradient j is in its bucket; send every full bucket whose predecessors have left."""
+        """Gradient j is in its bucket: send every full bucket whose predecessors were sent."""
         slot = self._current
         assert slot is not None
         self._ready[j] = True
@@ -242,11 +245,11 @@ class GradientBuckets:
         return flats[-1][-len(self._parts) - 1 : -1]
 
     def _gradients_in(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """The buckets without what the last one carries besides."""
+        """Return the buckets without the counts at the end of the last one."""
         return [*flats[:-1], flats[-1][: -len(self._parts) - 1]]
 
     def _views_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """The part of each parameter, in the order of the parameters."""
+        """Return the view of each parameter, in the order of the parameters."""
         views: list[Tensor | None] = [None] * len(self._parts)
         for flat, members in zip(flats, self._members, strict=True):
             offset = 0
@@ -260,9 +263,9 @@ class GradientBuckets:
 def assign_buckets(
     parameters: Sequence[tuple[torch.dtype, int]], *, bucket_bytes: int, first_bucket_bytes: int
 ) -> tuple[list[int], int]:
-    """Which bucket each parameter's gradient goes into: from the last parameter to the first, one type per bucket.
+    """Assign parameters to buckets, from the last parameter to the first, one dtype per bucket.
 
-    The first bucket is small, so that the network starts early. Returns the bucket of each parameter and how many there are.
+    The first bucket is small, so that communication starts early. Returns the bucket of each parameter and their number.
     """
     bucket_of = [0] * len(parameters)
     index, filled, limit = 0, 0, first_bucket_bytes

@@ -1,27 +1,27 @@
-"""Encoded contributions to rounds: every member sends the others those of its gradients that they sum.
+"""Encoded contributions to rounds on the elastic plane: every member sends each tensor's gradient to the member that sums it.
 
-Where members come and go. Each tensor is encoded once, when its gradient is final: in the last backward of a step, which
-produces them from the last layer to the first. Buckets of several tensors leave meanwhile, always in the same order; each
-member gets its tensors of a bucket in one message. What one is encoded to does not depend on when the others are. A round that
-is combined again, in another view, sends the same bytes again to those who sum them there: nothing more is lost by it.
+Each tensor is encoded once, when its gradient is final: in the last backward of a step, from the last layer to the first.
+Buckets of several tensors are sent meanwhile, always in the same order; each member gets its tensors of a bucket in one
+message. A tensor's encoding does not depend on that of others. A round that is combined again, in another view, sends the same
+bytes to the new summing members, so nothing more is lost.
 
-A part that turns out not to be encodable (not finite) goes on with a weight of 0, its norm is reported as NaN, and so the round
-is combined again without it.
+A contribution that cannot be encoded (not finite) is sent with weight 0 and its norm reported as NaN, so that the round is
+combined again without it.
 
 Error feedback (`codecs/feedback.py`): rounds are encoded in order, each against the residual of the one before, also with
-several in flight. A part that does not count (left out, or too late) is taken back, and the residual is what it was before.
-Where later parts were encoded against it already, the whole residual is dropped instead: that of a refused gradient must not
-reach the sums. A tensor without a gradient is not sent; its residual waits.
+several in flight. A contribution that does not count (left out, or too late) is rolled back, and the residual with it. If later
+contributions were encoded against it already, the whole residual is dropped: that of a rejected gradient must not reach
+the sums. A tensor without a gradient is not sent; its residual is kept.
 
-Gradients are encoded as means over a member's samples and weighted by whoever sums them, so that their magnitude, and that of
+Gradients are encoded as means over a member's samples and weighted by the summing member, so that their magnitude, and that of
 the residual, does not depend on the batch size.
 
 A message, for n tensors of a bucket:
 
     8 bytes     weight, float64: samples, or targets that count
-    4 bytes     0, or 1 + the place of a member whose part could not be read
+    4 bytes     0, or 1 + the view index of a member whose contribution could not be decoded
     n bytes     1 if the tensor was used, else 0
-    ...         every tensor as the codec writes it; zeros where it was not used, or nothing counts
+    ...         every tensor as the codec writes it; zeros if it was not used, or the contribution does not count
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HEAD = struct.Struct("<dI")
 
 
 class MessageLayout:
-    """The bytes of a message for some of the tensors: those whose places in `packers` are in `row`."""
+    """The layout of a message with some of the tensors: those whose indices in `packers` are in `row`."""
 
     def __init__(self, packers: Sequence[Packer], row: Sequence[int]) -> None:
         self.row, self._packers = row, [packers[j] for j in row]
@@ -56,7 +56,7 @@ class MessageLayout:
         self.nbytes = [self._first, *self._ends][-1]
 
     def write(self, weight: float, tensors: Mapping[int, Tensor | None], *, unreadable: int = 0) -> Tensor:
-        """`tensors`: those that were used, by their place; None where nothing counts."""
+        """Return the message. `tensors`: the used ones by index; None if the contribution does not count."""
         used = bytes(j in tensors for j in self.row)
         head = torch.frombuffer(bytearray(HEAD.pack(weight, unreadable) + used), dtype=torch.uint8)
         encoded = (tensors.get(j) for j in self.row)
@@ -64,16 +64,16 @@ class MessageLayout:
         return torch.cat([head, *(e if e is not None else z for e, z in zip(encoded, empty, strict=True))])
 
     def read(self, data: Tensor) -> tuple[float, int, list[bool]]:
-        """Return weight, unreadable and used. Raises CodecError for what `write` cannot have made."""
+        """Return weight, unreadable and used. Raises CodecError for an invalid message."""
         head = data[: self._first].numpy().tobytes()
         weight, unreadable = HEAD.unpack_from(head)
         flags = head[HEAD.size :]
         if not 0 <= weight < 2**53 or max(flags, default=0) > 1:
-            raise CodecError(f"its head is no use: weight {weight:g}")
+            raise CodecError(f"invalid head: weight {weight:g}, flags up to {max(flags, default=0)}")
         return weight, unreadable, [bool(flag) for flag in flags]
 
     def decode(self, data: Tensor, index: int) -> Tensor:
-        """Return one of the tensors."""
+        """Decode one of the tensors."""
         packer, end = self._packers[index], self._ends[index]
         tensor = torch.empty(packer.shapes[0])
         packer.decode(data[end - packer.nbytes : end], [tensor], padded=True)
@@ -81,10 +81,10 @@ class MessageLayout:
 
 
 def buckets_of(sizes: Sequence[int], members: int) -> list[list[int]]:
-    """Return the tensors of each bucket, for their encoded sizes: from the last tensor to the first.
+    """Return the tensors of each bucket for these encoded sizes, from the last tensor to the first.
 
-    Of a bucket each member gets about as much as one message carries, or a 64th of all, if that is more; of the first less, so
-    that the network starts early.
+    Each member gets about one message's worth of a bucket, or a 64th of everything if that is more; less of the first bucket,
+    so that communication starts early.
     """
     bucket_of, count = assign_buckets(
         [(torch.uint8, size) for size in sizes],
@@ -96,18 +96,18 @@ def buckets_of(sizes: Sequence[int], members: int) -> list[list[int]]:
 
 @dataclass(slots=True)
 class EncodedContribution:
-    """What this member contributes to one round."""
+    """This member's contribution to one round."""
 
     step: int
     weight: float = 0.0
-    encoded: dict[int, Tensor | None] = field(default_factory=dict)  # the tensors that were used; None: nothing counts
-    norms: dict[int, float] = field(default_factory=dict)  # of each as it is decoded
-    broken: bool = False  # it could not be encoded
-    before: Mapping[str, Memory] = field(default_factory=dict)  # the residual that it was encoded against
-    after: Mapping[str, Memory] | None = None  # and what it left; None: it counts, or is taken back
-    arriving: list[dict[int, tuple[Tensor, Work]]] = field(default_factory=list)  # of each bucket, by their sender
+    encoded: dict[int, Tensor | None] = field(default_factory=dict)  # the used tensors; None: does not count
+    norms: dict[int, float] = field(default_factory=dict)  # of each tensor after decoding
+    broken: bool = False  # could not be encoded
+    before: Mapping[str, Memory] = field(default_factory=dict)  # the residual it was encoded against
+    after: Mapping[str, Memory] | None = None  # the residual it left; None: it was committed or rolled back
+    arriving: list[dict[int, tuple[Tensor, Work]]] = field(default_factory=list)  # per bucket, by sender
     leaving: list[Work] = field(default_factory=list)
-    sent: int = 0  # buckets
+    sent: int = 0  # number of buckets
 
 
 class Contributions:
@@ -117,17 +117,17 @@ class Contributions:
         self.names = list(parameters)
         self._feedback, self._needs_feedback = Feedback(), codec.feedback
         self._slots = [EncodedContribution(0) for _ in range(num_slots)]
-        self._unclaimed: set[int] = set()  # in flight when the view was formed, and not combined again yet
-        self._current: int | None = None  # the slot whose last backward runs
+        self._unclaimed: set[int] = set()  # in flight when the view was formed, not combined again yet
+        self._current: int | None = None  # the slot whose last backward is running
         for j, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, j))  # type: ignore[no-untyped-call]
 
     def formed(self, group: Group, wants: Sequence[Sequence[int]], *, step: int) -> None:
-        """Send to each member of this group the tensors that it wants. `step`: the last one that was committed."""
+        """Use this group from now on. `wants`: the tensors that each member sums. `step`: the last committed one."""
         self._group = group
         self._buckets = buckets_of([packer.nbytes for packer in self.packers], group.size)
         rows = [[[j for j in bucket if j in wanted] for wanted in map(set, wants)] for bucket in self._buckets]
-        # Of each bucket, the message to each member that wants some of it.
+        # For each bucket, the message to each member that sums some of it.
         self._layouts = [
             {place: MessageLayout(self.packers, row) for place, row in enumerate(of) if row} for of in rows
         ]
@@ -137,9 +137,9 @@ class Contributions:
             part.arriving, part.leaving = [{} for _ in self._buckets], []
 
     def start(self, slot: int, *, weight: float, scale: float) -> None:
-        """The next backward is the last of its step: encode and send each gradient as it appears.
+        """Before the last backward of a step: encode and send each gradient as it becomes ready.
 
-        What was in flight and is not any more came too late.
+        Rolls back contributions that were in flight before the view and are not any more: they came too late.
         """
         for late in sorted(self._unclaimed, key=lambda s: -self._slots[s].step):
             self._take_back(self._slots[late])
@@ -149,9 +149,9 @@ class Contributions:
         self._expect(slot)
 
     def finish(self, slot: int) -> None:
-        """Backward is over: encode and send what has not left yet.
+        """After that backward: encode and send the rest.
 
-        The last backward need not have reached every parameter. One that an earlier micro-batch used has its gradient still.
+        The last backward may not have reached every parameter. One that an earlier micro-batch used still has its gradient.
         """
         part = self._slots[slot]
         for j, parameter in enumerate(self.parameters):
@@ -164,7 +164,7 @@ class Contributions:
         self._send(slot, whole=True)
 
     def again(self, slot: int, *, zero: bool) -> None:
-        """Send my part once more, in the present group; `zero`: it is left out."""
+        """Send this member's contribution again, in the current group; `zero`: leave it out."""
         self._unclaimed.discard(slot)
         step = self._number(slot)
         if zero:
@@ -175,11 +175,11 @@ class Contributions:
         self._send(slot, whole=True)
 
     def counted(self, slot: int) -> None:
-        """The round is committed: its part is not needed any more."""
+        """Free the contribution of a committed round."""
         self._slots[slot] = EncodedContribution(self._slots[slot].step)
 
     def done(self, slot: int) -> bool:
-        """Whether all parts for me are here."""
+        """Return whether all contributions for this member have arrived."""
         return all(work.done for bucket in self._slots[slot].arriving for _, work in bucket.values())
 
     def wait(self, slot: int) -> None:
@@ -192,19 +192,19 @@ class Contributions:
             work.wait()
 
     def norm(self, slot: int) -> float:
-        """Of my part as the others decode it, weighted."""
+        """Return the weighted norm of this member's contribution as the others decode it."""
         part = self._slots[slot]
         norm = math.nan if part.broken else math.hypot(*(part.norms[j] for j in sorted(part.norms)))
         return norm * (part.weight or 1.0)
 
     def key(self, slot: int) -> int:
-        """Seeds what is random in a round: alike on all members, so that randk keeps the same places of parts and sum."""
+        """Return the random seed of a round, the same on all members: randk keeps the same indices of parts and sum."""
         return self._slots[slot].step * len(self.packers)
 
     def mean(self, slot: int) -> tuple[float, dict[int, Tensor | None]]:
-        """Return the weight of all parts, and the mean of each tensor that I sum, in the order of ranks.
+        """Return the total weight, and the mean of each tensor that this member sums, accumulated in rank order.
 
-        None: nobody used it. Raises Unreadable for a part that cannot be decoded.
+        None: no member used it. Raises UnreadableContribution for one that cannot be decoded.
         """
         me, part, weight = self._group.rank, self._slots[slot], 0.0
         means: dict[int, Tensor | None] = {}
@@ -213,18 +213,18 @@ class Contributions:
                 parts = {place: data for place, (data, _) in arrived.items()}
                 parts[me] = layout.write(part.weight, part.encoded)
                 total, of_bucket = self._mean(layout, parts)
-                weight = max(weight, total)  # less only where a part broke, and the round will not count
+                weight = max(weight, total)  # smaller only if a contribution broke, and then the round does not count
                 means |= of_bucket
         return weight, means
 
     def _mean(self, layout: MessageLayout, parts: Mapping[int, Tensor]) -> tuple[float, dict[int, Tensor | None]]:
-        """Of one bucket, for the part of each member."""
+        """Return weight and means of one bucket, from the message of each member."""
         heads: dict[int, tuple[float, list[bool]]] = {}
         for place in sorted(parts):
             try:
                 weight, _, used = layout.read(parts[place])
             except CodecError as error:
-                raise UnreadableContribution(place, f"its part cannot be read: {error}") from error
+                raise UnreadableContribution(place, f"its contribution cannot be decoded: {error}") from error
             heads[place] = weight, used
         total = sum(weight for weight, _ in heads.values())
         means: dict[int, Tensor | None] = {}
@@ -239,12 +239,12 @@ class Contributions:
                     try:
                         mean.add_(layout.decode(parts[place], index), alpha=weight / total)
                     except CodecError as error:
-                        raise UnreadableContribution(place, f"its part cannot be read: {error}") from error
+                        raise UnreadableContribution(place, f"its contribution cannot be decoded: {error}") from error
             means[j] = mean
         return total, means
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return the residual after the last round that is committed: parts in flight are not in it."""
+        """Return the residual after the last committed round, without rounds in flight."""
         flying = [part for part in self._slots if part.after is not None]
         first = min(flying, key=lambda part: part.step, default=None)
         return tensors_of(self._feedback.memories if first is None else first.before)
@@ -253,7 +253,7 @@ class Contributions:
         self._feedback.load_state_dict(tensors)
 
     def _on_gradient(self, j: int, parameter: Tensor) -> None:
-        """It is final: encode it, and send every bucket that is complete and whose turn it is."""
+        """Encode a final gradient, and send every complete bucket in order."""
         if self._current is None:
             return
         part, gradient = self._slots[self._current], parameter.grad
@@ -278,7 +278,7 @@ class Contributions:
         return data, float(torch.linalg.vector_norm(gradient))
 
     def _expect(self, slot: int) -> None:
-        """The others' parts of what I sum."""
+        """Post the receives for the tensors that this member sums."""
         part, group, me = self._slots[slot], self._group, self._group.rank
         part.arriving, part.leaving, part.sent = [], [], 0
         for layouts in self._layouts:
@@ -290,9 +290,9 @@ class Contributions:
             part.arriving.append(arriving)
 
     def _send(self, slot: int, *, whole: bool) -> None:
-        """The buckets that are complete, in order; `whole`: all that have not left.
+        """Send the complete buckets, in order; `whole`: all remaining ones.
 
-        To each member what it wants, beginning with the next: so nobody is everybody's first.
+        Each member starts with the next rank, so that not all send to the same member first.
         """
         part, n, me = self._slots[slot], self._group.size, self._group.rank
         while part.sent < len(self._buckets) and (whole or all(j in part.encoded for j in self._buckets[part.sent])):
@@ -304,13 +304,13 @@ class Contributions:
             part.sent += 1
 
     def _take_back(self, part: EncodedContribution) -> None:
-        """As if it had not been encoded, if nothing was encoded since."""
+        """Roll back the residual of a contribution, or drop it if later ones were encoded against it."""
         if part.after is not None:
             self._feedback.memories = part.before if self._feedback.memories is part.after else {}
             part.after = None
 
     def _number(self, slot: int) -> int:
-        """The step of the next round, which has this slot."""
+        """Return the step of the next round with this slot."""
         self._next += (slot - self._next) % len(self._slots)
         self._next += 1
         return self._next - 1

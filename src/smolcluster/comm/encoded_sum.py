@@ -1,18 +1,18 @@
-"""The sum of gradients on every member, encoded on the wire, where members come and go.
+"""All-reduce of encoded gradients on the elastic plane.
 
     every member     encodes its gradients, and sends each tensor's to the owner of that tensor       (`contributions.py`)
-    the owner        decodes them, takes the mean in the order of ranks, encodes it, and sends it to all others
+    the owner        decodes them, takes the mean in rank order, encodes it, and sends it to all others
     every member     decodes the same bytes, the owner too: replicas stay bit-identical
 
-Owners are dealt whole tensors, balanced by their encoded size. Bytes per step and member, sent and received each, for S
-encoded bytes on N members, of which the member owns P:   S + (N-2) P,   which is 2 (N-1)/N S where tensors deal evenly.
-Parts leave while backward runs; means when all parts of an owner's tensors are there.
+Owners get whole tensors, balanced by encoded size. Bytes per step and member, sent and received each, for S encoded bytes on
+N members, of which the member owns P:   S + (N-2) P,   which is 2 (N-1)/N S if tensors divide evenly. Contributions are sent
+while backward runs, means when all contributions to an owner's tensors have arrived.
 
-The owner has a residual of its own for each mean. It becomes final when the round is committed: a round that is combined
-again in a new view is encoded again, against the residual of the last one that was committed. In a new view the residual of
-a tensor that has another owner now is dropped.
+The owner has a residual for each mean. It becomes final when the round is committed: a round that is combined again in a
+new view is encoded again, against the residual of the last committed round. The residual of a tensor that changes its owner is
+dropped.
 
-Decoding gives the same bits everywhere but with powersgd, where machines of different kinds may differ in the last ones.
+Decoding is bit-identical on all machines, except with powersgd, where machines of different kinds may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Group, Work
 from smolcluster.comm.rounds import Combination, Committed, UnreadableContribution
 
-PARTS, MEANS = "parts/", "means/"  # in the names of error feedback: of what I contribute, of what I own
+PARTS, MEANS = "parts/", "means/"  # name prefixes of error feedback: of contributions, of owned means
 Deal = Callable[[Sequence[int], int], Sequence[int]]  # sizes of tensors, number of members -> the owner of each
 
 
 @dataclass(slots=True)
 class Means:
-    """The encoded means of one round, by the place of their owner."""
+    """The encoded means of one round, by the view index of their owner."""
 
     messages: dict[int, Tensor] = field(default_factory=dict)
     works: list[Work] = field(default_factory=list)
-    announced: bool = False  # mine are on their way
-    residual: Mapping[str, Memory] = field(default_factory=dict)  # what my means left out
-    sums: list[Tensor | None] | None = None  # decoded, times their weight; None of a tensor that nobody used
+    announced: bool = False  # this member's means were sent
+    residual: Mapping[str, Memory] = field(default_factory=dict)  # of this member's means
+    sums: list[Tensor | None] | None = None  # decoded, times their weight; None for a tensor that no member used
 
 
 class EncodedSum(Combination):
-    """Every member gets the whole sum of gradients, by way of the owner of each tensor."""
+    """Every member gets the whole sum of gradients, through the owner of each tensor."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, codec: Codec, deal: Deal, num_slots: int) -> None:
         self._parts = Contributions(parameters, codec=codec, num_slots=num_slots)
         self._codec, self._deal = codec, deal
         self._feedback = Feedback()
-        self._settled: Mapping[str, Memory] = {}  # the residual of my means after the last round that was committed
+        self._settled: Mapping[str, Memory] = {}  # residual of this member's means after the last committed round
         self._slots = [Means() for _ in range(num_slots)]
 
     def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
@@ -66,7 +66,7 @@ class EncodedSum(Combination):
         self._feedback.memories = self._settled
 
     def _dealt(self, members: int) -> tuple[list[list[int]], list[MessageLayout]]:
-        """The tensors of each owner, and how their means travel."""
+        """Return the tensors of each owner, and the layout of its message."""
         packers = self._parts.packers
         rows = rows_of(self._deal([packer.nbytes for packer in packers], members), members)
         return rows, [MessageLayout(packers, row) for row in rows]
@@ -122,7 +122,7 @@ class EncodedSum(Combination):
         rows, layouts = self._dealt(members)
         sizes = {place: layout.nbytes for place, layout in enumerate(layouts) if rows[place]}
         if {place: share.nbytes for place, share in shares.items()} != sizes:
-            raise ValueError(f"the means of {len(shares)} owners are not as {members} members have them")
+            raise ValueError(f"the means of {len(shares)} owners do not match a group of {members} members")
         self._slots[slot] = Means(sums=self._decode(shares, rows, layouts))
 
     def own_state(self) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ class EncodedSum(Combination):
         self._settled = self._feedback.memories
 
     def _expect(self, slot: int) -> None:
-        """The means of all other owners."""
+        """Post the receives for the means of all other owners."""
         means, me = Means(), self._group.rank
         for place, layout in enumerate(self._layouts):
             if place != me and self._rows[place]:
@@ -147,7 +147,7 @@ class EncodedSum(Combination):
         self._slots[slot] = means
 
     def _announce(self, slot: int) -> None:
-        """Encode my means, and send them to all others."""
+        """Encode this member's means and send them to all others."""
         means, me = self._slots[slot], self._group.rank
         self._parts.wait(slot)
         means.announced = True
@@ -157,7 +157,7 @@ class EncodedSum(Combination):
         try:
             weight, tensors = self._parts.mean(slot)
         except UnreadableContribution as fault:
-            # All others hear of it, so that it is not the word of one against another's.
+            # Sent to all members, so that every one can report it.
             means.messages[me] = layout.write(0.0, {}, unreadable=1 + fault.place)
         else:
             key = self._parts.key(slot)
@@ -174,7 +174,7 @@ class EncodedSum(Combination):
         try:
             packer.encode([mean], data, key=key, feedback=self._feedback if self._codec.feedback else None)
         except CodecError:
-            # Each part is within the codec's range; with the residual, or by rounding, their mean is beyond it.
+            # Each contribution is within the codec's range, but the residual or rounding took the mean beyond it.
             limit = self._codec.limit
             packer.encode([mean.clamp(-limit, limit)], data, key=key)
         return data
@@ -182,34 +182,34 @@ class EncodedSum(Combination):
     def _decode(
         self, messages: Mapping[int, Tensor], rows: Sequence[Sequence[int]], layouts: Sequence[MessageLayout]
     ) -> list[Tensor | None]:
-        """Raises Unreadable where an owner sent what cannot be read, or reports that of another member."""
+        """Decode all means. Raises UnreadableContribution if an owner's message is invalid, or reports an invalid one."""
         sums: list[Tensor | None] = [None] * len(self._parts.packers)
         for place, data in sorted(messages.items()):
             layout = layouts[place]
             try:
                 weight, unreadable, used = layout.read(data)
                 if unreadable > len(rows):
-                    raise CodecError(f"it complains of member {unreadable - 1}, which does not exist")
+                    raise CodecError(f"it reports member {unreadable - 1}, which does not exist")
                 if unreadable:
-                    raise UnreadableContribution(unreadable - 1, "its part cannot be read")
+                    raise UnreadableContribution(unreadable - 1, "its contribution cannot be decoded")
                 for index, j in enumerate(layout.row):
                     if used[index]:
                         sums[j] = layout.decode(data, index).mul_(weight)
             except CodecError as error:
-                raise UnreadableContribution(place, f"its means cannot be read: {error}") from error
+                raise UnreadableContribution(place, f"its means cannot be decoded: {error}") from error
         return sums
 
 
 def rows_of(owner: Sequence[int], members: int) -> list[list[int]]:
-    """The tensors of each owner."""
+    """Return the tensors of each owner."""
     return [[j for j, place in enumerate(owner) if place == member] for member in range(members)]
 
 
 def shares(sizes: Sequence[int], deal: Deal, members: int) -> list[int]:
-    """What each member owns of things of these sizes."""
+    """Return the total size that each member owns."""
     return [sum(sizes[j] for j in row) for row in rows_of(deal(sizes, members), members)]
 
 
 def messages_of(nbytes: int) -> int:
-    """In how many messages a part of this size travels."""
+    """Return the number of messages for so many bytes."""
     return -(-nbytes // piece_elements(nbytes, itemsize=1))

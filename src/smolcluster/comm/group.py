@@ -1,9 +1,9 @@
 """A group of ranks that exchange tensors.
 
-Strategies talk through this interface and never see a transport. Every operation starts at once and returns a `Work`; the
-tensor must not be touched until `wait()` returns. All ranks of a group call the same operations in the same order.
+Strategies use this interface and never see a transport. Every operation starts at once and returns a `Work`; the tensor must
+not be touched until `wait()` returns. All ranks of a group call the same operations in the same order.
 
-Implementations: `torch_group.TorchGroup` (gloo, nccl, mpi), `elastic.group.ElasticGroup` (our own transport),
+Implementations: `mesh.torch_group.TorchGroup` (gloo, nccl, mpi), `elastic.collectives.group.ElasticGroup` (our transport),
 `memory_group.MemoryGroup` (threads of one process).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smolcluster.comm.notes import Bulletin
+from smolcluster.comm.notes import Notes
 from smolcluster.comm.work import Done, PeerLost, Traffic, Work
 from smolcluster.errors import UserError
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class Group(ABC):
-    """Ranks `0 .. size-1` and the ways they exchange tensors."""
+    """Ranks `0 .. size-1` and their collectives."""
 
     rank: int
     size: int
@@ -50,15 +50,15 @@ class Group(ABC):
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        """`output` on rank r is the sum of everybody's r-th slice of `tensor` (size x output elements)."""
+        """Sum the r-th slice of every rank's `tensor` (size x output elements) into `output` on rank r."""
 
     @abstractmethod
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        """`output` (size x tensor elements) is everybody's `tensor` in rank order."""
+        """Concatenate every rank's `tensor` in rank order into `output` (size x tensor elements)."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        """`tensor` becomes what it is on rank `source`."""
+        """Copy `tensor` from rank `source` to all ranks."""
 
     @abstractmethod
     def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Work: ...
@@ -68,26 +68,26 @@ class Group(ABC):
 
     @abstractmethod
     def sub(self, ranks: Sequence[int]) -> Group | None:
-        """The group of some of these ranks; None on a rank that is not among them. Called by every rank."""
+        """Return the group of these ranks, or None on other ranks. Every rank must call it."""
 
-    def bulletin(self, name: str) -> Bulletin | None:
-        """Notes between the ranks, where they can be had."""
+    def notes(self, name: str) -> Notes | None:
+        """Return the key-value notes of this name (`notes.py`), or None where there is no store."""
         return None
 
     @abstractmethod
     def close(self) -> None: ...
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this."""
         self.all_reduce(torch.zeros(1, device=self.device)).wait()
 
     @property
     def device(self) -> torch.device:
-        """Where small tensors for this group must live."""
+        """The device that small tensors for this group must be on."""
         return torch.device("cpu")
 
     def buffer_device(self, device: torch.device) -> torch.device:
-        """Where to keep what is exchanged for tensors on `device`: there, if the group can reach it."""
+        """Return the device for communication buffers of tensors on `device`: the same if the backend supports it."""
         return device
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -105,12 +105,12 @@ class Group(ABC):
 
 
 def gather_json(group: Group, value: Any) -> list[Any]:
-    """Everybody's `value`, in rank order, on every rank. For small things said rarely: it crosses as UTF-8 JSON."""
+    """Return every rank's `value`, in rank order, on every rank. For small, rare values: sent as JSON."""
     return group.gather_json(value)
 
 
 def share_of(group: Group, mine: float) -> Callable[[], float]:
-    """Start to add `mine` up over the group. The result waits for the sum and returns this rank's share of it; 0 of nothing."""
+    """Start to sum `mine` over the group. The returned function waits and gives this rank's share; 0 if the sum is 0."""
     total = torch.tensor([mine], dtype=torch.float64, device=group.device)
     work = group.all_reduce(total)
 
@@ -123,7 +123,7 @@ def share_of(group: Group, mine: float) -> Callable[[], float]:
 
 
 def broadcast_in_place(group: Group, tensors: Mapping[str, Tensor]) -> None:
-    """Replace the values of these tensors by those of rank 0."""
+    """Copy the values of these tensors from rank 0 to all ranks."""
     for tensor in tensors.values():
         if tensor.numel():
             exchanged = tensor.to(group.buffer_device(tensor.device))
@@ -133,7 +133,7 @@ def broadcast_in_place(group: Group, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_same_layout(group: Group, tensors: Mapping[str, Tensor]) -> None:
-    """Raise where ranks have other tensors than rank 0: the backend would end the run without a word."""
+    """Raise UserError if ranks have other tensors than rank 0: backends would abort without an explanation."""
     layout = [(n, str(t.dtype), list(t.shape)) for n, t in tensors.items()]
     everyone = gather_json(group, hashlib.sha256(repr(layout).encode()).hexdigest()[:16])
     others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
@@ -142,7 +142,7 @@ def check_same_layout(group: Group, tensors: Mapping[str, Tensor]) -> None:
 
 
 def broadcast_tensors(group: Group, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Rank 0's named tensors on every rank, on the CPU. The others pass None."""
+    """Return rank 0's named tensors on every rank, on the CPU. Other ranks pass None."""
     layout = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()] if tensors else []
     result: dict[str, Tensor] = {}
     for name, dtype, shape in gather_json(group, layout)[0]:
@@ -151,16 +151,16 @@ def broadcast_tensors(group: Group, tensors: Mapping[str, Tensor] | None) -> dic
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
         if tensor.numel():
-            # Raw bytes: a backend need not know the type.
+            # Raw bytes: the backend may not support the dtype.
             group.broadcast(tensor.reshape(-1).view(torch.uint8), source=0).wait()
         result[name] = tensor.cpu()
     return result
 
 
 def collect_tensors(group: Group, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Everybody's named tensors together, on rank 0 of the group and on the CPU; the others get nothing.
+    """Return the named tensors of all ranks on rank 0, on the CPU, and an empty dict on other ranks.
 
-    Where two ranks have one of the same name, the lower rank's is taken.
+    For a name that several ranks have, the lowest rank's tensor is taken.
     """
     layout = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
     everyone = gather_json(group, layout)

@@ -1,6 +1,6 @@
-"""A group whose ranks are threads of one process: for tests, and for a world of one.
+"""A group whose ranks are threads of one process: for tests, and for a world of size 1.
 
-Sums are taken in rank order, so results do not depend on which thread comes first.
+Sums are taken in rank order, so results do not depend on thread timing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from smolcluster.comm.group import Done, Group, PeerLost, Traffic, Work
 
 
 class _Exchange:
-    """One collective: complete when every rank has put its tensor in, gone when every rank has taken the result."""
+    """One collective: complete when every rank has put its tensor, deleted when every rank has taken the result."""
 
     def __init__(self, size: int) -> None:
         self.parts: list[Tensor | None] = [None] * size
@@ -24,7 +24,7 @@ class _Exchange:
 
 
 class MemoryHub:
-    """What the ranks of one group share."""
+    """The shared state of a group's ranks."""
 
     def __init__(self, size: int, *, timeout_s: float = 60.0) -> None:
         self.size = size
@@ -50,7 +50,7 @@ class MemoryHub:
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
         if not self.changed.wait_for(ready, self.timeout_s):
-            raise PeerLost(f"no answer within {self.timeout_s:g} s")
+            raise PeerLost(f"no answer from the other ranks within {self.timeout_s:g} s")
 
 
 class _Pending:
@@ -68,7 +68,7 @@ class _Pending:
 
 
 class MemoryGroup(Group):
-    """One rank's view of a `MemoryHub`. `MemoryGroup.world(4)` makes four."""
+    """One rank of a `MemoryHub`. `MemoryGroup.world(4)` makes four."""
 
     def __init__(self, hub: MemoryHub, rank: int) -> None:
         self.rank, self.size = rank, hub.size

@@ -1,17 +1,17 @@
-"""Rounds: what members contribute, how it is combined, and when the result counts. One interface for both planes.
+"""Rounds: contributions of the members, their combination, and the commit. One interface for both planes.
 
-A round is a number of local steps, a contribution of every member (tensors and a weight), their combination, and an update:
+A round consists of local steps, a contribution of every member (tensors and a weight), their combination, and an update:
 
-    with rounds.contribute(step, ...) as mine:               my part of this round; it leaves as it is computed
+    with rounds.contribute(step, ...) as mine:               this member's contribution, sent while it is computed
         mine.loss = replica.compute(batch, before_last=mine.start)
-    rounds.settle(in_flight=K)                               wait while more than K of my rounds are not applied
+    rounds.settle(in_flight=K)                               wait while more than K of its rounds are not applied
 
-A round is known by its last step. Where it has h > 1 local steps, rounds end with the steps that h divides, and with the last
-of the run; `ends(step)` says whether this is one of them.
+A round is identified by its last step. With h > 1 local steps, rounds end at multiples of h and at the last step of the run;
+`ends(step)` tells whether one ends with this step.
 
-`settle` calls `apply(result)` of the strategy for each round that is committed: in order, on this thread, with the same result
-on every member. On the mesh plane every round commits (`MeshRounds`). On the elastic plane a round commits when the coordinator
-has recorded it; it is combined again without members that are lost (`engine/elastic/rounds.py`). A strategy sees no difference.
+`settle` calls the strategy's `apply(result)` for each committed round: in order, on this thread, with the same result on every
+member. On the mesh plane every round commits (`MeshRounds`). On the elastic plane a round commits when the coordinator has
+recorded it; it is combined again without lost members (`engine/elastic/rounds.py`). Strategies see no difference.
 """
 
 from __future__ import annotations
@@ -40,53 +40,53 @@ def _nothing() -> None: ...
 
 @dataclass(slots=True, eq=False)
 class Contribution:
-    """My part of a round that is not applied yet."""
+    """This member's part of a round that is not applied yet."""
 
     step: int
     slot: int  # of the combination's memory
-    samples: int = 0  # 0: a round of the others, to which I add nothing
-    weight: float = 0.0  # samples, or targets where the task counts them
-    scale: float = 1.0  # of the loss, when it was computed
-    start: Callable[[], None] = _nothing  # the next backward is the last: contribute gradients as they appear
+    samples: int = 0  # 0: this member contributes nothing
+    weight: float = 0.0  # samples, or targets if the task counts them
+    scale: float = 1.0  # loss scale of the backward pass
+    start: Callable[[], None] = _nothing  # called before the last backward: contribute gradients as they become ready
     loss: Tensor | None = None
-    said_loss: float = 0.0  # the same number, on the host
-    loss_factor: float = 1.0  # makes the mean of losses over samples that of the global batch
-    compute_s: float = 0.0  # before it was contributed, and meanwhile
+    said_loss: float = 0.0  # the same value, on the host
+    loss_factor: float = 1.0  # so that the mean over samples is the loss of the global batch
+    compute_s: float = 0.0  # compute time, also while it was being sent
     epoch: int = -1  # of the view it is combined in
     reported: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The result of a round that counts. It lies in the memory of the combination, which `give`s it to the parameters."""
+    """The result of a committed round, in the memory of the combination, which `give`s it to the parameters."""
 
     step: int
     slot: int
     factor: float = 1.0  # makes the sum a mean
-    scale: float = 1.0  # of the loss, which is still in the sum
-    norm: float | Tensor | None = None  # of the mean, where all must clip alike; None: each member computes it
-    empty: bool = False  # nothing in it was fit to count
-    age: int = 0  # updates of the server's weights between those it was computed at and those it is added to
+    scale: float = 1.0  # loss scale, still in the sum
+    norm: float | Tensor | None = None  # of the mean, for clipping; None: each member computes it
+    empty: bool = False  # no contribution counted
+    age: int = 0  # staleness: updates of the server's weights since those it was computed with
 
 
 class UnreadableContribution(SmolclusterError):
-    """A member sent what cannot be read: the others cannot go on with it."""
+    """A member's contribution cannot be decoded: the round must be combined without it."""
 
     def __init__(self, place: int, reason: str) -> None:
         super().__init__(reason)
-        self.place = place  # in the view
+        self.place = place  # the member's index in the view
 
 
 class Combination(ABC):
-    """How the contributions to a round are combined over a group, in memory for several rounds in flight (`slot`)."""
+    """Combines the contributions to a round over a group, with memory for several rounds in flight (`slot`)."""
 
     @abstractmethod
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
-        """Take each gradient, times `weight`, as the next backward produces it. `scale`: of the loss, to be divided out."""
+        """Take each gradient, times `weight`, as the next backward produces it. `scale`: loss scale, to be divided out."""
 
     @abstractmethod
     def finish(self, slot: int) -> None:
-        """Backward is over: combine what is not under way yet."""
+        """After backward: combine the rest."""
 
     @abstractmethod
     def done(self, slot: int) -> bool:
@@ -94,76 +94,76 @@ class Combination(ABC):
 
     @abstractmethod
     def wait(self, slot: int) -> None:
-        """Return when the result is there. Raises ViewChanged where it never will be, Unreadable where a member is to blame."""
+        """Wait for the result. Raises ViewChanged if members were lost, UnreadableContribution for an invalid one."""
 
     def stop_count(self, slot: int) -> Tensor:
         """Return how many members asked to stop in this round, after `wait`."""
         raise AssertionError(f"{type(self).__name__} needs a coordinator")
 
     def norm(self, slot: int) -> Tensor | None:
-        """Return the norm of the result where members that stay hold parts of it, after `stop_count`; None: each has it all."""
+        """Return the norm of a result that is sharded over the group, after `stop_count`; None: each member has all of it."""
         return None
 
     @abstractmethod
     def give(self, result: Committed) -> None:
-        """Put the result on the parameters, as their gradients."""
+        """Set the result as the parameters' gradients."""
 
     def results(self, slot: int) -> list[Tensor | None]:
-        """Return the result for each parameter, after `wait`; None for one that nobody used. To be saved."""
+        """Return the result for each parameter, after `wait`, for a checkpoint; None for one that no member used."""
         raise AssertionError(f"{type(self).__name__} needs a coordinator")
 
     def put(self, slot: int, results: Sequence[Tensor | None]) -> None:
-        """Take these for the result of a round, as `results` gave them."""
+        """Set the result of a round to what `results` returned."""
         raise AssertionError(f"{type(self).__name__} needs a coordinator")
 
-    def complete(self) -> None:  # noqa: B027 - as a rule everybody has all there is
-        """Exchange what is updated in one place only. Raises ViewChanged where the others cannot be reached any more."""
+    def complete(self) -> None:  # noqa: B027 - only for sharded updates
+        """Exchange parameters that only their owner has updated. Raises ViewChanged if members were lost."""
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return what this member alone has, as it was after the last round that is committed: error feedback."""
+        """Return this member's own state (error feedback) after the last committed round."""
         return {}
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Go on with what `own_state` gave; what is not there, or of another codec, begins anew."""
+        """Restore `own_state`; state that is missing or of another codec starts empty."""
 
-    # Where members come and go
+    # Elastic plane
 
     def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
-        """Combine in this group from now on.
+        """Combine in this group from now on. Every member of the new view calls this. May raise ViewChanged.
 
-        `established` are the instances of the last view that committed a round, in its order; None where what a member held
-        is lost. Every member of the new view calls this. May raise ViewChanged.
+        `established`: the instances of the last view that committed a round, in its order; None for members whose state is
+        lost.
         """
-        raise AssertionError(f"{type(self).__name__} needs members that stay")
+        raise AssertionError(f"{type(self).__name__} needs a fixed membership")
 
     def again(self, slot: int, *, zero: bool) -> None:
-        """Combine once more in the present group; `zero`: without a part of mine."""
-        raise AssertionError(f"{type(self).__name__} needs members that stay")
+        """Combine again in the current group; `zero`: without this member's contribution."""
+        raise AssertionError(f"{type(self).__name__} needs a fixed membership")
 
     def norms(self, slot: int) -> tuple[float, float]:
-        """Return the norm of my own weighted part, and of what I hold of the result."""
-        raise AssertionError(f"{type(self).__name__} needs members that stay")
+        """Return the norms of this member's weighted contribution, and of its part of the result."""
+        raise AssertionError(f"{type(self).__name__} needs a fixed membership")
 
     def shares(self, slot: int) -> dict[int, Tensor]:
-        """Return my share of the result, after `wait`. Those of all members make up the whole, for one that only follows."""
+        """Return this member's share of the result, after `wait`. All shares together are the result, for `follow`."""
         raise AssertionError(f"{type(self).__name__} has no whole result")
 
     def follow(self, slot: int, shares: Mapping[int, Tensor], *, members: int) -> None:
-        """Take the shares of so many members for the result of a round. Raises ValueError for those that do not fit."""
+        """Set the result of a round from the shares of all members. Raises ValueError if they do not match."""
         raise AssertionError(f"{type(self).__name__} has no whole result")
 
     def owned(self, names: Sequence[str]) -> list[str]:
-        """Of these optimizer tensors, those that this member saves for all."""
+        """Return those of these optimizer tensors that this member saves."""
         return list(names)
 
 
 class BucketSum(Combination):
-    """Every member gets the whole sum of gradients, in buckets that leave while backward runs (`buckets.py`)."""
+    """Every member gets the whole sum of gradients, in buckets that are sent while backward runs (`buckets.py`)."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], group: Group | None, *, bucket_bytes: int, num_slots: int
     ) -> None:
-        """`group`: of members that stay; None: views name it, and each member keeps its own part to combine it again."""
+        """`group`: of a fixed membership. None: `formed` sets it, and each member keeps its part to combine it again."""
         self.buckets = GradientBuckets(
             parameters,
             group or MemoryGroup.world(1)[0],
@@ -214,27 +214,27 @@ class BucketSum(Combination):
 
 
 class AtServer(Combination):
-    """A parameter server combines, and sends the mean back where workers apply it."""
+    """A parameter server combines, and sends the mean back if workers apply it."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
 
     @cached_property
     def mean(self) -> dict[str, Tensor]:
-        """The memory that the mean of a committed round is read into."""
+        """The memory for the mean of a committed round."""
         return {name: torch.empty(p.shape) for name, p in self._parameters.items()}
 
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
-        """Gradients leave after backward: the server weights them."""
+        """Gradients are sent after backward; the server weights them."""
 
     def finish(self, slot: int) -> None:
-        """The rounds send what lies in `.grad`."""
+        """The rounds send `.grad`."""
 
     def done(self, slot: int) -> bool:
         return True
 
     def wait(self, slot: int) -> None:
-        """Messages of the server say what is there."""
+        """The server's messages tell what is complete."""
 
     def give(self, result: Committed) -> None:
         put_gradients(self._parameters, self.mean)
@@ -248,64 +248,64 @@ def put_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str
 class Rounds(ABC):
     """This member's rounds, oldest first."""
 
-    stop = False  # all members leave after this step
+    stop = False  # all members stop after this step
 
     def __init__(self, combination: Combination, *, num_slots: int, local_steps: int = 1) -> None:
         self.combination, self.num_slots, self.local_steps = combination, num_slots, local_steps
         self.flights: deque[Contribution] = deque()
 
     def slot_of(self, step: int) -> int:
-        """Return where the combination keeps the round that ends with this step."""
+        """Return the combination's slot for the round that ends with this step."""
         return -(-step // self.local_steps) % self.num_slots
 
     @abstractmethod
     def ends(self, step: int) -> bool:
-        """Return whether a round ends with this step of mine."""
+        """Return whether a round ends with this member's step."""
 
     @contextmanager
     def contribute(
         self, step: int, *, samples: int, weight: float, counted: bool, scale: float
     ) -> Iterator[Contribution]:
-        """Compute my part of a round inside. `counted`: the weight is not known before the batch is read."""
+        """Compute this member's contribution inside. `counted`: the weight is not known before the batch is read."""
         mine = Contribution(step, self.slot_of(step), samples, weight, scale)
         mine.start = self._starter(mine, counted=counted)
         self.flights.append(mine)
         started = time.perf_counter()
         yield mine
-        mine.start = _nothing  # it refers to this contribution, whose tensors would wait for the garbage collector
+        mine.start = _nothing  # break a reference cycle
         self.combination.finish(mine.slot)
         self._contributed(mine, started)
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return what this member alone has, as it was after the last round that is committed."""
+        """Return this member's own state after the last committed round."""
         return self.combination.own_state()
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         self.combination.load_own(tensors)
 
     def state(self) -> tuple[list[dict[str, Any]], list[list[Tensor | None]]]:
-        """Return the rounds in flight, and their results, to be saved: alike on all members. Here the coordinator's record."""
+        """Return the rounds in flight and their results, for a checkpoint. Empty if the coordinator records them."""
         return [], []
 
     def load(self, said: Sequence[Mapping[str, Any]], results: Sequence[Sequence[Tensor | None]]) -> None:
-        """Take up the rounds in flight of a saved run. What is more than fits here is applied at once."""
-        assert not said, "a coordinator has the record"
+        """Restore the rounds in flight. Those that exceed the slots are applied at once."""
+        assert not said, "the coordinator records rounds in flight"
 
     @abstractmethod
     def settle(self, *, in_flight: int) -> None:
-        """Apply what is committed, in order; wait while more than `in_flight` rounds are not."""
+        """Apply committed rounds, in order; wait while more than `in_flight` rounds are not applied."""
 
     @abstractmethod
     def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]: ...
 
     def _contributed(self, mine: Contribution, started: float) -> None:  # noqa: B027
-        """My part is complete."""
+        """Handle a complete contribution."""
 
 
 class ServerRounds(Rounds):
-    """Rounds that a parameter server combines (`engine/elastic/pushed_rounds.py`); its weights can be had as well.
+    """Rounds that a parameter server combines (`engine/elastic/pushed_rounds.py`).
 
-    When they come `take_weights` of the strategy is called, between two steps or while it waits here.
+    When its weights arrive the strategy's `take_weights` is called, between two steps or while it waits here.
     """
 
     @abstractmethod
@@ -314,14 +314,14 @@ class ServerRounds(Rounds):
 
     @abstractmethod
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Act on what the server says until this holds, the run is over, or this worker was welcomed anew."""
+        """Handle the server's messages until `done()`, the end of the run, or a new WELCOME."""
 
     def settle(self, *, in_flight: int) -> None:
         self.wait_until(lambda: len(self.flights) <= in_flight)
 
 
 class MeshRounds(Rounds):
-    """Members that stay: every round commits, and is applied after exactly `in_flight` further ones."""
+    """Rounds of a fixed membership: every one commits, and is applied after exactly `in_flight` further ones."""
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ class MeshRounds(Rounds):
         num_slots: int = 1,
         local_steps: int = 1,
     ) -> None:
-        """`samples` of every rank in a step. `stop_flag` reads a number on the device without making the host wait."""
+        """`samples`: of every rank in a step. `stop_flag`: reads a value on the device without blocking the host."""
         super().__init__(combination, num_slots=num_slots, local_steps=local_steps)
         self._apply, self._group = apply, group
         self._share = samples[group.rank] / sum(samples)

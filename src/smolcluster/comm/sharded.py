@@ -1,17 +1,17 @@
-"""Tensors of which this rank holds a part: torch's `DTensor`, seen from here as a plain tensor and as a place in the whole.
+"""Helpers for torch's `DTensor` that also take plain tensors, which are their own whole.
 
-    local(t)          my part, sharing its memory
-    gradient(p)       my part of p's gradient, laid out as p is
-    whole(t)          all of it, on every rank that has a part: they all call this together
-    place(t)          where my part begins, and its shape
-    copies(t)         how many ranks hold the same part
-    has_first(t)      whether I am the first of those
-    axes_of(t)        along which axes of ranks it is spread, or copied
+    local(t)          this rank's part, sharing its memory
+    gradient(p)       this rank's part of p's gradient, placed like p
+    whole(t)          the full tensor; all ranks that hold a part call it together
+    place(t)          offsets and shape of this rank's part
+    copies(t)         number of ranks that hold the same part
+    has_first(t)      whether this rank is the first of those
+    axes_of(t)        names of the mesh axes that it is sharded or replicated over
 
-Plain tensors are their own whole. A part that is saved is called `name@where it begins`: box_name, read_box_name.
+A saved part is named `name@offsets`: box_name, read_box_name.
 
-torch's module takes a second to import, and several on a small machine: it is not imported here. Where nobody has done so there
-are plain tensors only.
+torch.distributed.tensor takes a second or more to import and is not imported here: while no one has imported it, there are
+only plain tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gradient(parameter: Tensor) -> Tensor | None:
-    """A sum that is still to be taken over the ranks of a part is taken here."""
+    """Return the local part of the gradient, reducing it first if its placement is still partial."""
     grad = parameter.grad
     if is_sharded(parameter) and is_sharded(grad) and grad.placements != parameter.placements:
         parameter.grad = grad = grad.redistribute(placements=parameter.placements)
@@ -48,7 +48,7 @@ def gradient(parameter: Tensor) -> Tensor | None:
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """My part of something that is laid out as `parameter` is."""
+    """Wrap a local part as a tensor that is placed like `parameter`."""
     if not is_sharded(parameter):
         return part
     return type(parameter).from_local(
@@ -67,7 +67,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and shape of my part."""
+    """Return offsets and shape of this rank's part."""
     if not is_sharded(tensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -77,7 +77,7 @@ def place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def part_of(full: Tensor, tensor: Tensor) -> Tensor:
-    """What of `full` belongs into my part of `tensor`."""
+    """Return the slice of `full` for this rank's part of `tensor`."""
     offsets, shape = place(tensor)
     return full[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
 
@@ -87,7 +87,7 @@ def axes_of(tensor: Tensor) -> tuple[str, ...]:
 
 
 def has_first(tensor: Tensor) -> bool:
-    """Of the ranks that hold the same part, within the mesh that the tensor is spread over."""
+    """Return whether this rank is the first one with its part, within the tensor's mesh."""
     if not is_sharded(tensor):
         return True
     where = tensor.device_mesh.get_coordinate()
@@ -105,7 +105,7 @@ def read_box_name(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def copies(tensor: Tensor) -> int:
-    """Within the mesh that the tensor is spread over."""
+    """Return how many ranks of the tensor's mesh hold the same part."""
     if not is_sharded(tensor):
         return 1
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)

@@ -1,4 +1,4 @@
-"""Exchanges under way and what they moved. Nothing here imports torch."""
+"""Asynchronous work, and traffic counters. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from smolcluster.errors import SmolclusterError
 
 
 class PeerLost(SmolclusterError):
-    """Another rank stopped answering: it died, or the network between us did."""
+    """Another rank does not answer: its process, its machine or the network failed."""
 
 
 class Work(Protocol):
-    """An operation under way."""
+    """An asynchronous operation."""
 
     def wait(self) -> None:
-        """Return when the result is in place. On a GPU: when the current stream will see it."""
+        """Wait until the result is in place (on a GPU: until the current stream is ordered after it)."""
 
     @property
     def done(self) -> bool:
-        """True: `wait` returns, or raises, at once. It may be False a little longer than it must."""
+        """True if `wait` returns or raises at once. May become True a little late."""
 
 
 class Done:
-    """Work with nothing left to do."""
+    """Work that is complete."""
 
     done = True
 
@@ -34,9 +34,9 @@ class Done:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that were moved: of a group, payloads by the algorithm's formula; of a link, all that crossed it.
+    """Bytes sent and received: of a group, payloads by the algorithm's formula; of a link, all bytes.
 
-    Tests hold both against the kernel's counters.
+    Tests compare both with the kernel's counters.
     """
 
     bytes_sent: int = 0

@@ -1,4 +1,4 @@
-"""What a user may say: one schema, YAML in, errors with a remedy. Nothing here imports torch."""
+"""The configuration: schema, loading from YAML, errors with a remedy. Nothing here imports torch."""
 
 from smolcluster.config.flags import FLAGS, flag_sets
 from smolcluster.config.load import builtin_configs, load_config

@@ -1,4 +1,4 @@
-"""Rules between keys, which no single field can check. Each names the keys it concerns and says how to mend it."""
+"""Rules between keys, which no single field can check. Each error names its keys and the remedy."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class Conflict(NamedTuple):
-    """Keys that do not go together. The first that the user wrote is where the error points."""
+    """Keys that are not valid together. The error points at the one given last."""
 
     paths: tuple[KeyPath, ...]
     text: str
 
 
 def conflicts(config: Config) -> Iterator[Conflict]:
-    """Everything in a valid `Config` that cannot run."""
+    """Yield every conflict in a `Config` whose fields are valid by themselves."""
     if config.model.type in ARCHITECTURES:
         yield from _shape(config)
     yield from _rates(config)
@@ -133,7 +133,7 @@ def _hosts(cluster: ClusterConfig) -> Iterator[Conflict]:
 
 
 def _way(cluster: ClusterConfig, via: str) -> list[str]:
-    """The hosts that ssh passes to reach one, from the last to the first; ends at one it has passed."""
+    """Return the ssh jump hosts to one, from the last to the first; stops at a cycle."""
     passed: list[str] = []
     while via in cluster.hosts and via not in passed:
         passed.append(via)
@@ -175,7 +175,7 @@ def _codec(config: Config) -> Iterator[Conflict]:
 
 
 def _options(config: Config) -> Iterator[Conflict]:
-    """What the strategy's own options refuse, as far as they are known before its code is imported."""
+    """Validate the strategy's own options, without importing its code."""
     record, said = find_record(config.strategy.name), config.strategy.said()
     made = None if record is None else record.options_on(config.cluster.plane or record.planes[0])
     if made is None:

@@ -1,4 +1,4 @@
-"""What a key may hold, and what it held, in words: for errors and for the reference page."""
+"""Describe a key's allowed values, and a given value, for errors and the reference page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def schema_for_editors() -> dict[str, Any]:
-    """The JSON schema, with the options of strategies that other packages have here."""
+    """Return the JSON schema, including the options of strategies from other installed packages."""
     schema = copy.deepcopy(json_schema())
     section = schema["$defs"][StrategyConfig.__name__]["properties"]
     for record in all_records().values():
@@ -35,14 +35,14 @@ def schema_for_editors() -> dict[str, Any]:
 
 
 def allowed(path: KeyPath) -> str:
-    """What may stand at `path`: `a whole number, at least 1, or null`."""
+    """Describe the allowed values at `path`: `a whole number, at least 1, or null`."""
     if path[0] in SECTIONS and len(path) == 1:
         return f"a mapping, with keys such as {', '.join(list(SECTIONS[str(path[0])].model_fields)[:3])}"
     return _in_words(_schema_at(path))
 
 
 def _schema_at(path: KeyPath) -> dict[str, Any]:
-    """The JSON schema of one key, or of an entry inside it."""
+    """Return the JSON schema of a key, or of an entry inside it."""
     schema: dict[str, Any] = json_schema()
     for step in path:
         for option in map(_meant, schema.get("anyOf", [schema])):
@@ -58,7 +58,7 @@ def _schema_at(path: KeyPath) -> dict[str, Any]:
 
 
 def _meant(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema itself, or the one that it refers to."""
+    """Resolve a `$ref`."""
     if "$ref" not in schema:
         return schema
     found: dict[str, Any] = json_schema()["$defs"][schema["$ref"].rpartition("/")[2]]
@@ -66,7 +66,7 @@ def _meant(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def keys_at(path: KeyPath) -> list[str]:
-    """The keys of the mapping at `path`, where they are known."""
+    """Return the known keys of the mapping at `path`."""
     return list(_schema_at(path).get("properties", {}))
 
 
@@ -109,7 +109,7 @@ def _number(limit: float) -> str:
 
 
 def hide_credentials(url: str) -> str:
-    """The URL without user and password. Of one that is malformed, rather too much is left out than too little."""
+    """Return the URL without user and password. Of a malformed one, rather too much is removed than too little."""
     scheme, colon, rest = url.rpartition("://") if "://" in url else ("", "", url)
     return scheme.rpartition("@")[2] + colon + rest.rpartition("@")[2]
 

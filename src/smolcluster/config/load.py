@@ -1,9 +1,9 @@
-"""YAML files and overrides in, one `Config` out; or one error that lists every mistake, each with its place.
+"""Load a `Config` from YAML files and overrides, or raise one error that lists every mistake with its location.
 
     load_config(["gpt", "my.yaml"], overrides=["training.steps=50"])
 
-Sources merge left to right, then overrides, then `sets`. Mappings merge, lists and scalars replace. Epochs that an override or
-`sets` names count even where a source has steps.
+Sources merge left to right, then overrides, then `sets`. Mappings merge, lists and scalars replace. Epochs from an override or
+`sets` take precedence over steps from a source.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def load_config(
     overrides: Sequence[str] = (),
     sets: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The configuration that these sources, overrides and values give together.
+    """Load and merge sources, overrides and `sets`.
 
-    A source is a YAML file or a built-in name. An override is `dotted.key=value`, the value in YAML. `sets` are dotted
-    names with Python values; None leaves the key alone.
+    A source is a YAML file or a built-in name. An override is `dotted.key=value`, the value in YAML. `sets` maps dotted
+    names to Python values; None is ignored.
     """
     if isinstance(sources, str | os.PathLike):
         sources = [sources]
@@ -61,7 +61,7 @@ def load_config(
             place = Location(len(layers), 0, flag_of(key) or "argument")
             layers.append(ConfigNode({key: from_python(value, place=place, name=key)}, place))
 
-    # Merge, then check: names, values, and how the values go together.
+    # Merge, then check names, values, and rules between keys.
     merged = base
     for layer in layers:
         tree, found = into_sections(layer, below=merged)
@@ -85,7 +85,7 @@ def load_config(
 
 @functools.cache
 def builtin_configs() -> dict[str, Path]:
-    """The configurations that come with the package, by name."""
+    """Return the configurations of the package, by name."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "configs", package.parents[1] / "configs"):  # installed; a source checkout
         if (folder / "default.yaml").is_file():
@@ -94,10 +94,10 @@ def builtin_configs() -> dict[str, Path]:
 
 
 def _locate(source: str) -> tuple[Path, str] | None:
-    """The file of a source, and what to call it in errors. A bare name is a built-in one before it is a file."""
+    """Return a source's file and its label for errors. A bare name is first looked up among the built-in ones."""
     name = source.removesuffix(".yaml")
     path = Path(source)
-    with contextlib.suppress(RuntimeError):  # `~` of somebody who is not known here: then there is no such file
+    with contextlib.suppress(RuntimeError):  # `~` of an unknown user: no such file
         path = path.expanduser()
     if name in builtin_configs() and (name == source or not path.exists()):
         return builtin_configs()[name], f"{name}.yaml"
@@ -145,14 +145,14 @@ def _read_override(override: str, *, order: int, problems: list[Problem]) -> Con
 
 
 def _implied_strategy(path: Path, place: Location) -> ConfigNode:
-    """`cluster_config_edp.yaml` means the strategy edp, unless one is named anywhere."""
+    """Return the strategy that a file name implies: edp for `cluster_config_edp.yaml`. Any explicit one overrides it."""
     match = re.fullmatch(r"cluster_config_(.+)", path.stem)
     name = {"name": ConfigNode(match[1], place, "strategy.name")} if match else {}
     return ConfigNode({"strategy": ConfigNode(name, place, "strategy")}, place)
 
 
 def _without_steps_of_files(merged: ConfigNode, *, num_files: int) -> ConfigNode:
-    """Steps win over epochs, but not a file's over those of the command line, which is there to have the last word."""
+    """Drop a file's steps if the command line gives epochs. Otherwise steps take precedence over epochs."""
     steps, epochs = merged.find(("training", "steps")), merged.find(("training", "epochs"))
     if steps is None or epochs is None or epochs.value is None:
         return merged
@@ -163,7 +163,7 @@ def _without_steps_of_files(merged: ConfigNode, *, num_files: int) -> ConfigNode
 
 
 def _with_later_of(merged: ConfigNode, *paths: tuple[str, str]) -> ConfigNode:
-    """Of two keys for one thing the one that a later source names holds, null included."""
+    """Of alternative keys, keep the one from the latest source, null included."""
     found = [(path, node) for path in paths if (node := merged.find(path)) is not None]
     last = max((node.place.order for _, node in found), default=0)
     for (section, key), node in found:
@@ -174,7 +174,7 @@ def _with_later_of(merged: ConfigNode, *paths: tuple[str, str]) -> ConfigNode:
 
 
 def _own_options(merged: ConfigNode) -> Collection[str]:
-    """The options of the strategy that is named, where it is another package's: they are no keys of the schema."""
+    """Return the options of a strategy from another package, which are not keys of the schema."""
     node = merged.find(("strategy", "name"))
     record = find_record(node.value) if node is not None and isinstance(node.value, str) else None
     options = () if record is None or record.name in BUILT_IN else options_of(record)
@@ -182,7 +182,7 @@ def _own_options(merged: ConfigNode) -> Collection[str]:
 
 
 def _below_options(merged: ConfigNode, own: Collection[str]) -> tuple[ConfigNode, list[Problem]]:
-    """`strategy.KEY` as `strategy.options.KEY`, for these keys: what is said last holds, and a null means the default."""
+    """Move `strategy.KEY` to `strategy.options.KEY` for these keys. The last value counts; null means the default."""
     strategy, options = (merged.find(path) for path in (("strategy",), ("strategy", "options")))
     if not own or strategy is None or not isinstance((options or strategy).value, dict):
         return merged, []
@@ -198,9 +198,9 @@ def _below_options(merged: ConfigNode, own: Collection[str]) -> tuple[ConfigNode
 
 
 def _known(merged: ConfigNode, own: Collection[str]) -> tuple[ConfigNode, list[Problem]]:
-    """The tree without keys that do not exist, and a problem for each of those.
+    """Return the tree without unknown keys, and a problem for each of those.
 
-    A null where null is no value of the key's own means the default, so it is left out.
+    A null for a key that cannot be null means the default, so it is dropped.
     """
     problems: list[Problem] = []
     known: dict[str, ConfigNode] = {}
@@ -237,8 +237,8 @@ def _validate(known: ConfigNode) -> tuple[Config | None, list[Problem]]:
     try:
         return Config.model_validate(known.plain()), []
     except ValidationError as error:
-        # Several errors may lie inside one value, such as a list that is too short; one message per value is enough. A key
-        # of several types has an error for each: the most precise one is reported.
+        # pydantic may report several errors inside one value; keep one per value. For a union it reports an error per
+        # member; keep the most specific one.
         found = error.errors()
         strange = [known.reach(part["loc"]) for part in found if part["type"] == "extra_forbidden"]
         bad = dict(known.reach(part["loc"]) for part in found if part["type"] != "extra_forbidden")
@@ -247,7 +247,7 @@ def _validate(known: ConfigNode) -> tuple[Config | None, list[Problem]]:
 
 
 def _strange_key(node: ConfigNode, path: KeyPath) -> Problem:
-    """A key that a mapping inside a section does not have."""
+    """Report an unknown key of a mapping inside a section."""
     key = path[-1]
     said = f"{node.name} = {show(node.plain())}: unknown key; {suggest(str(key), keys_at(path[:-1]))}"
     return Problem(node.place, said)
@@ -266,7 +266,7 @@ def _bad_value(node: ConfigNode, path: KeyPath) -> Problem:
 def _conflicts(config: Config, known: ConfigNode) -> list[Problem]:
     problems = []
     for conflict in conflicts(config):
-        # Point at the key that was said last: the others stood before it came.
+        # Point at the key that was given last.
         written = [node.place for path in conflict.paths if (node := known.find(path)) is not None]
         place = max(written, key=lambda place: place.order, default=_NOWHERE)
         problems.append(Problem(place, conflict.text))

@@ -1,4 +1,4 @@
-"""The names a configuration may use: keys, their flat spellings, and what a misspelt one most resembles."""
+"""The names of keys, their flat spellings, and suggestions for misspelt ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for _section in ("cluster", "training", "strategy"):
         if _key not in ("name", "options"):
             FLAT.setdefault(_key, (_section, _key))
 
-# What other programs call our keys: only for suggestions.
+# Names of our keys in other programs, for suggestions only.
 _ELSEWHERE = {
     "lr": "training.learning_rate",
     "optimizer.lr": "training.learning_rate",
@@ -57,19 +57,19 @@ _ELSEWHERE = {
 }
 
 
-# Words that mean the same in a key.
+# Synonyms in keys.
 _SAME_WORD = {"interval": "steps", "every": "steps", "freq": "steps", "frequency": "steps", "save": "checkpoint"}
 _SAME_WORD |= {"lr": "learning_rate", "validation": "eval", "val": "eval", "checkpoints": "checkpoint", "step": "steps"}
 
 
 def nullable(section: str, key: str) -> bool:
-    """Whether null is a value of this key's own. For any other key it means the default."""
+    """Return whether this key may be null. For other keys null means the default."""
     return type(None) in typing.get_args(SECTIONS[section].model_fields[key].annotation)
 
 
 @functools.cache
 def known_keys() -> tuple[str, ...]:
-    """Every key, dotted, in the order of the schema."""
+    """Return every dotted key, in the order of the schema."""
     keys: list[str] = []
     for name in Config.model_fields:
         section = SECTIONS.get(name)
@@ -79,7 +79,7 @@ def known_keys() -> tuple[str, ...]:
 
 @functools.cache
 def _spellings() -> dict[str, str]:
-    """What a user may have meant -> the key it stands for."""
+    """Map every spelling of a key to the key."""
     spellings = {key: key for key in known_keys()}
     for name, key in (_ELSEWHERE | FLAGS).items():
         spellings.setdefault(name, key)
@@ -89,16 +89,16 @@ def _spellings() -> dict[str, str]:
 
 
 def nearest(name: str, *, also: Iterable[str] = ()) -> tuple[str, float]:
-    """The known key most like `name`, and how alike they are, up to 1. The last part weighs most.
+    """Return the known key most similar to `name`, and their similarity, up to 1. The last part weighs most.
 
-    So `trainin.batch_size` finds `training.batch_size`, and `model.learning_rate` finds `training.learning_rate`. A section
-    that there is not may be the first word of a key: `checkpoint.interval` finds `training.checkpoint_steps`.
+    So `trainin.batch_size` finds `training.batch_size`, and `model.learning_rate` finds `training.learning_rate`. An unknown
+    section may be the first word of a key: `checkpoint.interval` finds `training.checkpoint_steps`.
     """
     section, _, leaf = name.rpartition(".")
 
     def likeness(spelling: str) -> float:
         its_section, _, its_leaf = spelling.rpartition(".")
-        # Of a section that there is, no other is more alike than the next.
+        # For a known section, all others are equally different.
         same_section = float(section == its_section) if section in SECTIONS else _likeness(section, its_section)
         same_section = same_section if section else 1.0
         found = 0.75 * max(_likeness(leaf, its_leaf), _same_words(leaf, its_leaf)) + 0.25 * same_section
@@ -116,6 +116,6 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _same_words(one: str, other: str) -> float:
-    """How alike two keys are whose words may be others for the same thing; a little less than two that are spelt alike."""
+    """Return the similarity of two keys up to synonyms, slightly below that of equal spelling."""
     words = [[_SAME_WORD.get(word, word) for word in re.split(r"[._]", key.lower())] for key in (one, other)]
     return 0.95 * _likeness("_".join(words[0]), "_".join(words[1]))

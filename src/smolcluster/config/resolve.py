@@ -1,6 +1,6 @@
-"""Automatic values made explicit, and a `Config` written back as YAML.
+"""Resolve automatic values, and write a `Config` as YAML.
 
-`resolve` fills in what needs no data; the size of the vocabulary, for one, waits for the tokenizer.
+`resolve` fills in what does not depend on data; the vocabulary size, for example, needs the tokenizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GPT2 = {"openai-community/gpt2", "gpt2"}
 
 
 def resolve(config: Config) -> Config:
-    """A copy with the automatic values made explicit. Resolving twice changes nothing more."""
+    """Return a copy with automatic values made explicit. Idempotent."""
     config = config.model_copy(deep=True)
     _resolve_model(config)
     _resolve_training(config)
@@ -54,11 +54,11 @@ def _resolve_training(config: Config) -> None:
     if training.epochs is None and training.steps is None:
         training.epochs = next((n for name, n in _EPOCHS.items() if config.data.name.startswith(name)), 1)
 
-    # 0 is a seed like any other, so `or` will not do.
+    # Not `or`: 0 is a valid seed.
     seeds = [seed for seed in (training.seed, cluster.seed) if seed is not None]
     training.seed = cluster.seed = seeds[0] if seeds else DEFAULT_SEED
 
-    # "Off" has two spellings here; from now on it has one.
+    # 0 and null both mean "off": normalize to null.
     training.grad_clip_norm = training.grad_clip_norm or None
     training.eval_steps = training.eval_steps or None
     if training.checkpoint_steps is None:
@@ -79,7 +79,7 @@ def _resolve_data(config: Config) -> None:
 
 
 def public_dict(config: Config) -> dict[str, Any]:
-    """The configuration as plain values, fit for files and trackers: without the token and without passwords."""
+    """Return the configuration as plain values for files and trackers, without the token and passwords."""
     plain = config.model_dump(mode="json")
     plain["cluster"]["token"] = None
     if config.logging.loki_url is not None:
@@ -88,7 +88,7 @@ def public_dict(config: Config) -> dict[str, Any]:
 
 
 def dump(config: Config) -> str:
-    """YAML that loads back to the same `Config`, but for the token and passwords, which are never written."""
+    """Return YAML that loads back to the same `Config`, except the token and passwords, which are never written."""
     public = public_dict(config)
     note = "# cluster.token is not written to files: give it in SMOLCLUSTER_TOKEN\n" if config.cluster.token else ""
     if public["logging"]["loki_url"] != config.logging.loki_url:

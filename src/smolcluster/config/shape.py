@@ -1,4 +1,4 @@
-"""The `model` section as the shape of a decoder, and back."""
+"""Convert the `model` section to a decoder's configuration, and back."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _KEYS = ModelConfig.model_fields.keys() - _NOT_OF_A_SHAPE
 
 
 def shape_of(model: ModelConfig, *, vocab_size: int) -> DecoderConfig:
-    """Return the shape that a section describes. Raises ValueError for what cannot be."""
+    """Return the decoder configuration of a section. Raises ValueError for invalid values."""
     kind = ARCHITECTURES[model.type].config
     fields = fields_of(kind)
     for key in sorted(_KEYS - fields.keys()):
         if (value := getattr(model, key)) != ModelConfig.model_fields[key].default:
-            raise ValueError(f"{key} is {value}, and a {model.type} has no such choice: leave it out")
+            raise ValueError(f"{key} is {value}, which a {model.type} does not have: leave it out")
     own = fields.keys() - _KEYS - {"vocab_size"}
     for key in model.options:
         if key not in own:
@@ -27,7 +27,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int) -> DecoderConfig:
 
 
 def section_of(shape: DecoderConfig) -> ModelConfig:
-    """Return the section that describes a shape."""
+    """Return the section of a decoder configuration."""
     plain = to_plain(shape)
     options = {key: value for key, value in plain.items() if key not in ModelConfig.model_fields}
     rest = {key: value for key, value in plain.items() if key not in options}

@@ -1,4 +1,4 @@
-"""Every strategy as data: its names, its planes, its options, where its code is. Nothing else names a strategy.
+"""The registry of strategies: names, planes, options, and module of each. No other code names a strategy.
 
 The records are in config/ because the schema, the console, the launchers and the dashboard all read them, and none of these
 imports torch. Code is named by strings, `module:Class`, and imported by `strategies/registry.py`; option classes need no torch.
@@ -55,7 +55,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What is known of a strategy before its code is imported."""
+    """A strategy's description, available without importing its code."""
 
     name: str
     algorithm: str  # the name users know it by, as in run names
@@ -215,7 +215,7 @@ _SPELLINGS = {**ALIASES, **{name: name for name in (*BUILT_IN, *PLANNED)}}
 
 
 def canonical_strategy(name: str) -> str:
-    """The strategy's own name: `ClassicDP` -> `allreduce`. Case, `-` and `_` do not matter. Others pass unchanged."""
+    """Return the canonical name: `ClassicDP` -> `allreduce`. Ignores case, `-` and `_`. Unknown names pass unchanged."""
     name = name.strip()
     plain = _plain(name)
     if plain in _SPELLINGS:
@@ -226,7 +226,7 @@ def canonical_strategy(name: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """The canonical name, or an error that lists the known ones."""
+    """Return the canonical name. Raises UserError with the known ones."""
     canonical = canonical_strategy(name)
     if canonical in BUILT_IN:
         return canonical
@@ -239,25 +239,25 @@ def check_name(name: str) -> str:
 
 
 def strategy_names() -> list[str]:
-    """All names, sorted, those of other packages too. Nothing is imported."""
+    """Return all names, sorted, including those of other packages, without importing anything."""
     return sorted({*BUILT_IN, *_registered()})
 
 
 def record_of(name: str) -> Record:
-    """The record of a strategy. One of another package is imported now."""
+    """Return the record of a strategy. One of another package is imported now."""
     canonical = check_name(name)
     return BUILT_IN.get(canonical) or _load(_registered()[canonical])
 
 
 def all_records() -> dict[str, Record]:
-    """Of every strategy that can be imported here, those of other packages last."""
+    """Return the records of all strategies that can be imported, those of other packages last."""
     others = {name: record for name in _registered() if (record := find_record(name)) is not None}
     return {**BUILT_IN, **others}
 
 
 @functools.lru_cache(maxsize=64)
 def find_record(name: str) -> Record | None:
-    """The record, where this machine has it: a run that is looked at may have been made on another."""
+    """Return the record, or None: a run may have been made on a machine with other packages."""
     try:
         return record_of(name)
     except UserError:
@@ -268,7 +268,7 @@ def find_record(name: str) -> Record | None:
 
 
 class StrategyOption(NamedTuple):
-    """One that a strategy takes; `plane` is empty where it is the same on all of them."""
+    """An option of a strategy; `plane` is empty if it is the same on all planes."""
 
     key: str
     strategy: str
@@ -293,7 +293,7 @@ def options_of(record: Record) -> Iterator[StrategyOption]:
 
 @functools.cache
 def built_in_options() -> Mapping[str, Sequence[StrategyOption]]:
-    """Every option of the built-in strategies, with all who take it."""
+    """Return every option of the built-in strategies, with the strategies that have it."""
     found: dict[str, list[StrategyOption]] = {}
     for record in BUILT_IN.values():
         for option in options_of(record):
@@ -302,7 +302,7 @@ def built_in_options() -> Mapping[str, Sequence[StrategyOption]]:
 
 
 def option_fields() -> dict[str, Any]:
-    """The same as fields of the `strategy` section; None: not said."""
+    """Return them as fields of the `strategy` section; None: not given."""
     return {
         key: (written(takers[0].field), Field(None, description=describe_option(takers)))
         for key, takers in built_in_options().items()
@@ -310,13 +310,13 @@ def option_fields() -> dict[str, Any]:
 
 
 def written(field: FieldInfo) -> Any:
-    """The type that a file may hold, or null."""
+    """Return the type of the value in a file, or null."""
     kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     return next((part.type for part in field.metadata if isinstance(part, Written)), kind) | None
 
 
 def describe_option(takers: Iterable[StrategyOption]) -> str:
-    """`allreduce, fsdp: what it means for them. edp: what it means there`."""
+    """Format as `allreduce, fsdp: meaning. edp: meaning`."""
     said: dict[str, list[str]] = {}
     for option in takers:
         said.setdefault(option.field.description or "", []).append(option.taker)

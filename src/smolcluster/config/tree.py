@@ -1,7 +1,7 @@
-"""YAML in, as a tree that remembers where each value was written; YAML out.
+"""Parse YAML into a tree that keeps the location of each value; write YAML.
 
 Errors can then say `gpt.yaml:7`, however many files and overrides were merged. Scalars follow YAML 1.2 rather than
-PyYAML's 1.1: `6e-4` is a number, and a machine called `on` or `no` is not a truth value. Keys are always text.
+PyYAML's 1.1: `6e-4` is a number, and a machine called `on` or `no` is not a boolean. Keys are always text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_NODES = 100_000  # of one document
 
 
 class Location(NamedTuple):
-    """Where something was said. `order` is the position of its source among all, so that problems can be sorted."""
+    """Where a value was given. `order`: the position of its source among all, by which problems are sorted."""
 
     order: int
     line: int  # 0: not known, or not a file
@@ -31,7 +31,7 @@ class Location(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One mistake of the user's: where, and what."""
+    """One mistake in the configuration, with its location."""
 
     place: Location
     text: str
@@ -42,18 +42,18 @@ class Problem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigNode:
-    """A value, its place, and its dotted name as the user wrote it. Mappings and lists hold nodes."""
+    """A value, its location, and its dotted name as the user wrote it. Mappings and lists contain nodes."""
 
     value: Any
     place: Location
     name: str = ""
 
     def children(self) -> Iterator[tuple[str, ConfigNode]]:
-        """The entries of a mapping; nothing for any other value."""
+        """Yield the entries of a mapping; nothing for other values."""
         yield from self.value.items() if isinstance(self.value, dict) else ()
 
     def plain(self) -> Any:
-        """The value without places."""
+        """Return the value without locations."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
@@ -61,7 +61,7 @@ class ConfigNode:
         return self.value
 
     def reach(self, path: KeyPath) -> tuple[KeyPath, ConfigNode]:
-        """As far along `path` as the tree goes: that part of it, and the node there. Steps that are no key are left out."""
+        """Follow `path` as far as the tree goes; return that part of it and the node. Steps that are no key are skipped."""
         node, reached = self, []
         for key in path:
             inside = (isinstance(node.value, dict) and key in node.value) or (
@@ -73,13 +73,13 @@ class ConfigNode:
         return tuple(reached), node
 
     def find(self, path: KeyPath) -> ConfigNode | None:
-        """The node at `path`, if it is there."""
+        """Return the node at `path`, or None."""
         reached, node = self.reach(path)
         return node if reached == path else None
 
 
 def merge(below: ConfigNode, above: ConfigNode) -> ConfigNode:
-    """Mappings merge, key by key; anything else replaces what was below."""
+    """Merge two trees: mappings key by key; other values of `above` replace those of `below`."""
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         return above
     merged = dict(below.value)
@@ -89,7 +89,7 @@ def merge(below: ConfigNode, above: ConfigNode) -> ConfigNode:
 
 
 def from_python(value: Any, *, place: Location, name: str) -> ConfigNode:
-    """A tree of plain Python values, all at one place."""
+    """Make a tree of plain Python values, all with one location."""
     if isinstance(value, Mapping):
         return ConfigNode(
             {str(k): from_python(v, place=place, name=f"{name}.{k}") for k, v in value.items()}, place, name
@@ -104,7 +104,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _ConfigDumper(yaml.SafeDumper):
-    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers  # what is read as a number is quoted when it is text
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers  # quotes text that would be read as a number
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -128,15 +128,15 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 
 
 def to_yaml(value: Any) -> str:
-    """YAML that `parse` reads back to the same value. Keys keep their order."""
+    """Return YAML that `parse` reads back to the same value. Keys keep their order."""
     text = yaml.dump(value, Dumper=_ConfigDumper, sort_keys=False, allow_unicode=True, width=120)
-    if "\x85" in text:  # an old line break that PyYAML writes in a way it cannot read: escape everything
+    if "\x85" in text:  # PyYAML cannot read back its own output of this line break: escape everything
         text = yaml.dump(value, Dumper=_ConfigDumper, sort_keys=False, allow_unicode=False, width=120)
     return text
 
 
 def parse(text: str, *, place: Location, name: str = "") -> tuple[ConfigNode, list[Problem]]:
-    """The tree of one YAML document, and what is wrong with it. An empty document is null."""
+    """Parse a YAML document. Returns its tree and the problems found. An empty document is null."""
     try:
         loader = _Loader(text)
         try:
@@ -156,7 +156,7 @@ def parse(text: str, *, place: Location, name: str = "") -> tuple[ConfigNode, li
 
 
 def _count(root: yaml.Node) -> int:
-    """How many values there are when every alias is filled in. One that contains itself counts once: it is reported later."""
+    """Count the values with all aliases expanded. A cyclic alias counts once; `_build` reports it."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
@@ -184,7 +184,7 @@ def _syntax_problem(error: yaml.YAMLError, text: str, place: Location) -> Proble
 def _build(
     node: yaml.Node, *, place: Location, name: str, problems: list[Problem], above: frozenset[int]
 ) -> ConfigNode:
-    """`above` holds the nodes we are inside of: an alias to one of them would never end."""
+    """`above`: the enclosing nodes, to detect cyclic aliases."""
     if id(node) in above:
         problems.append(Problem(place, f"{name}: an alias may not contain itself"))
         return ConfigNode(None, place, name)
@@ -222,5 +222,5 @@ def _build(
 
 
 def _at(place: Location, node: yaml.Node) -> Location:
-    """The line of a node, in a file; overrides have no lines."""
+    """Return the location of a node; overrides have no lines."""
     return place._replace(line=node.start_mark.line + 1) if place.line else place

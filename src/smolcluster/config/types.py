@@ -1,4 +1,4 @@
-"""Types of values, with their bounds and spellings. The schema and the options of strategies are made of them."""
+"""Field types with their bounds, used by the schema and by strategies' options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 
 def _not_a_flag(value: Any) -> Any:
-    """Python takes `true` for 1. A batch size of `true` is a mistake, not a 1."""
+    """Reject booleans, which Python treats as 0 and 1."""
     if isinstance(value, bool):
         raise ValueError("a number is needed, not true or false")
     return value

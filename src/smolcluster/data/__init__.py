@@ -4,13 +4,13 @@
     dataset.py     from sample numbers to a batch of tensors
     text.py        text -> tokens -> a training and a validation dataset
     sources.py     where text comes from
-    chunks.py      long text in pieces
+    chunks.py      splits long text for tokenizers
     tokenizers.py  bytes, characters, GPT-2's and Hugging Face's tokens
     mnist.py       handwritten digits
     cache.py       token files on disk, built once
-    once.py        one process works while the others wait
+    file_lock.py   one process works while the others wait
     download.py    checksummed downloads
-    names.py       the names users may write in `data.name`
+    names.py       the values of `data.name`
 
 Importing this package imports no torch.
 """

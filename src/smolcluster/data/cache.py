@@ -3,9 +3,9 @@
     <cache>/tokens/<key>.bin    the tokens, raw little-endian integers
     <cache>/tokens/<key>.json   the sidecar: format, dtype, count, vocabulary, tokenizer, source, hash of the head
 
-The key is a hash of the source's content, the tokenizer and the format version, so a changed text or tokenizer never
-meets an old file. Both files are written beside their place and renamed, the sidecar last: a sidecar that agrees with
-its file means the file is whole. A file that does not (cut short by a full disk, say) is built again.
+The key is a hash of the source's content, the tokenizer and the format version, so a changed text or tokenizer gets a
+new file. Both files are written to temporary files and renamed, the sidecar last: a matching sidecar means that the file is
+complete. A file that does not match its sidecar (truncated by a full disk, say) is built again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from smolcluster.data.once import once
+from smolcluster.data.file_lock import run_once
 from smolcluster.errors import UserError
 
 FORMAT_VERSION = 1
@@ -32,11 +32,11 @@ HEAD_BYTES = 65536
 ABANDONED_S = 24 * 3600.0
 Tokens = npt.NDArray[Any]
 Progress = Callable[[str, int, int | None], None]
-"""Called with (name, done, total); total is None when unknown, and done == total at the end."""
+"""Called with (name, done, total); total is None if unknown, and done == total at the end."""
 
 
 class Encoder(Protocol):
-    """What the cache needs of a tokenizer."""
+    """The part of a tokenizer that the cache uses."""
 
     @property
     def name(self) -> str: ...
@@ -51,7 +51,7 @@ class Encoder(Protocol):
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """`data.cache_dir`, else $SMOLCLUSTER_CACHE, else the platform's cache folder."""
+    """Return `data.cache_dir`, else $SMOLCLUSTER_CACHE, else the platform's cache folder."""
     chosen = cache_dir or os.environ.get("SMOLCLUSTER_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -66,7 +66,7 @@ def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that is never seen half-written: a temporary file beside it, flushed to disk, then renamed."""
+    """Write a file atomically: to a temporary file beside it, flushed to disk, then renamed."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -79,13 +79,13 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Temporary files that nobody has written to for a day are left over from a killed process."""
+    """Remove temporary files of killed processes: those not written to for a day."""
     for path in folder.glob("*.tmp"):
         try:
             if time.time() - path.stat().st_mtime > ABANDONED_S:
                 path.unlink()
         except OSError:
-            pass  # another process was quicker, or still has it open
+            pass  # removed by another process, or still open there
 
 
 def cached_tokens(
@@ -95,7 +95,7 @@ def cached_tokens(
     tokenizer: Encoder,
     chunks: Callable[[], Iterable[str]],
 ) -> Tokens:
-    """The tokens of a text, from the cache or built now. One process builds while others that want the same wait."""
+    """Return the tokens of a text, from the cache or built now. One process builds while others wait."""
     key = hashlib.sha256(json.dumps([FORMAT_VERSION, source_hash, tokenizer.fingerprint]).encode()).hexdigest()[:32]
     path = root / "tokens" / f"{key}.bin"
 
@@ -111,7 +111,7 @@ def cached_tokens(
         return tokens
 
     try:
-        return once(path.with_suffix(".lock"), ready=lambda: _read(path), produce=build)
+        return run_once(path.with_suffix(".lock"), ready=lambda: _read(path), produce=build)
     except OSError as error:
         raise UserError(
             f"cannot write the token cache in {path.parent}: {error}; "
@@ -140,13 +140,13 @@ def _write(path: Path, *, tokenizer: Encoder, chunks: Iterable[str], facts: dict
         with replacing(path.with_suffix(".json")) as file:
             file.write(json.dumps(sidecar, indent=1).encode())
     except PermissionError:
-        # Windows will not replace a file that another process has mapped. Then it must be as good as ours.
+        # Windows does not replace a file that another process has mapped. It is fine if it is valid.
         if _read(path) is None:
             raise
 
 
 def _read(path: Path) -> Tokens | None:
-    """The tokens, or None when the file is missing, cut short or not what its sidecar says."""
+    """Map the tokens, or return None if the file is missing, truncated or does not match its sidecar."""
     try:
         sidecar = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         dtype, count = np.dtype(sidecar["dtype"]), int(sidecar["count"])

@@ -1,8 +1,8 @@
-"""Long text in pieces that a tokenizer may encode one after the other.
+"""Split long text into pieces that can be tokenized one after the other.
 
-A piece ends where an ASCII letter or digit is followed by a space or a line break. No token of GPT-2's kind (nor of
-its successors') reaches across such a place, so the pieces give the very tokens that the whole text would. Ending at
-a line break would not do: a run of blanks is one token at the end of a text and two before a word.
+A piece ends where an ASCII letter or digit is followed by a space or a line break. No token of GPT-2's pre-tokenizer (nor
+of its successors') crosses such a place, so the pieces give the same tokens as the whole text. Splitting at line breaks
+would not: a run of blanks is one token at the end of a text and two before a word.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _WORD_END = re.compile(rb"[0-9A-Za-z](?=[ \n])")
 
 
 def text_chunks(blocks: Iterable[bytes], *, place: str, wordless_bytes: int = WORDLESS_BYTES) -> Iterator[str]:
-    """UTF-8 in blocks of any size, as text in pieces of about the same size.
+    """Decode blocks of UTF-8 of any size into text pieces of about the same size.
 
-    Only where `wordless_bytes` have no place to end a piece (Chinese, say) does one end before a line break: then at
-    worst one run of blanks is tokenized another way. A short rest must wait for more, or for the end.
+    If `wordless_bytes` have no such place (Chinese, say), a piece ends before a line break: then at worst one run of
+    blanks is tokenized differently.
     """
     rest, offset = b"", 0
     for block in blocks:
@@ -53,7 +53,7 @@ def file_blocks(path: Path) -> Iterator[bytes]:
 
 
 def hash_files(*files: Path) -> str:
-    """Over the hash of each file, so that moving text from one file to the next changes it."""
+    """Hash the hashes of the files, so that moving text from one file to the next changes the result."""
     digest = hashlib.sha256()
     for file in files:
         content = hashlib.sha256()
@@ -64,7 +64,7 @@ def hash_files(*files: Path) -> str:
 
 
 def _last_word_end(data: bytes) -> int:
-    """Where the last word ends that a blank follows; 0 when there is none. It is nearly always close to the end."""
+    """Return the end of the last word that a blank follows, or 0. It is nearly always close to the end."""
     for size in (4096, len(data)):
         ends = [match.end() for match in _WORD_END.finditer(data, max(len(data) - size, 0))]
         if ends:

@@ -1,7 +1,7 @@
-"""From sample numbers to a batch of tensors.
+"""Datasets: make a batch of tensors from sample indices.
 
-A dataset knows its length and makes a batch for any array of sample numbers. It holds no order and no position: that
-is the sampler's. Batches are CPU tensors, ready for the task's loss.
+A dataset has a length and makes a batch for any array of indices. Order and position belong to the sampler. Batches are CPU
+tensors, ready for the task's loss.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MapDataset:
 
 
 def as_dataset(obj: Any) -> Dataset:
-    """Whatever a task returns as its data, as a Dataset."""
+    """Wrap the data that a task returned as a Dataset."""
     if callable(getattr(obj, "batch", None)) and hasattr(obj, "__len__"):
         dataset: Dataset = obj
         return dataset
@@ -109,12 +109,12 @@ def as_dataset(obj: Any) -> Dataset:
         return ArrayDataset(*obj.tensors)
     elif isinstance(obj, IterableDataset):
         raise UserError(
-            f"{type(obj).__name__} is an iterable dataset, but samples are read by number: "
-            "give one with __getitem__ and __len__"
+            f"{type(obj).__name__} is an iterable dataset, but samples are read by index: "
+            "return one with __getitem__ and __len__"
         )
     elif hasattr(obj, "__getitem__") and hasattr(obj, "__len__") and not isinstance(obj, str | bytes | dict):
         return MapDataset(obj)
     raise UserError(
-        f"cannot read samples from {type(obj).__name__}: give an object with batch(indices) and __len__, a map-style "
+        f"cannot read samples from {type(obj).__name__}: return an object with batch(indices) and __len__, a map-style "
         "torch dataset (__getitem__ and __len__), or a tuple of tensors or arrays of one length"
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smolcluster.data.cache import Progress, remove_abandoned, replacing
-from smolcluster.data.once import once
+from smolcluster.data.file_lock import run_once
 from smolcluster.errors import UserError
 
 BLOCK_BYTES = 256 * 1024
@@ -73,7 +73,7 @@ def fetch(
         )
 
     try:
-        return once(target.with_name(target.name + ".lock"), ready=ready, produce=download)
+        return run_once(target.with_name(target.name + ".lock"), ready=ready, produce=download)
     except OSError as error:
         raise UserError(
             f"cannot write {target}: {error}; set data.root or data.cache_dir to a writable folder"
@@ -135,7 +135,7 @@ def fetch_members(archive: Archive, folder: Path, *, progress: Progress | None =
         return files
 
     try:
-        return once(folder / (archive.filename + ".unpack.lock"), ready=ready, produce=unpack)
+        return run_once(folder / (archive.filename + ".unpack.lock"), ready=ready, produce=unpack)
     except OSError as error:
         raise UserError(
             f"cannot unpack {archive.filename} in {folder}: {error}; "

@@ -1,18 +1,18 @@
-"""Who may read which part of the sample stream, so that every sample counts exactly once though workers come and go.
+"""Leases of the sample stream, so that every sample counts exactly once although workers join and leave.
 
 `sampler.py` makes all samples one infinite stream. A worker is granted ranges of it for one step. When that step is
-committed the ranges are settled, for good; when the worker dies they return, and go out again before anything fresh does.
-When its gradient is refused they are set aside: the next reader might fail in the same way. So each position below
-the frontier is in exactly one place:
+committed the ranges are settled; when the worker dies they are returned, and granted again before fresh ones. When its
+gradient is rejected they are set aside: another worker might fail in the same way. So each position below the frontier is in
+exactly one state:
 
     0                                                            frontier
     | settled | held | returned | settled | aside | held | settled |  never granted ...
 
-Between two commits only the settled part is a fact. `state_dict` therefore counts what is held or set aside as not read: a
-server that starts again from it grants those ranges anew. With nothing lost the state is one number, the same that a
-`ShardedSampler` has, so either can go on where the other stopped.
+Only settled ranges are durable. `state_dict` therefore counts held and set-aside ranges as not read: a server that restarts
+from it grants them again. Without any, the state is one number, the same as that of a `ShardedSampler`, so either can
+continue from the other's state.
 
-Pure bookkeeping, for one thread. Nothing here imports torch.
+For one thread. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from smolcluster.data.sampler import Indices, Sampler
 from smolcluster.errors import UserError
 
-_LIMIT = 2**63  # what a position may be: it travels as a signed 64-bit number
+_LIMIT = 2**63  # positions are signed 64-bit integers in checkpoints
 
 
 class Range(NamedTuple):
@@ -40,7 +40,7 @@ class Range(NamedTuple):
 
 
 class Leases:
-    """The ledger. `position` is how far the stream was read before, `returned` what was left out on the way."""
+    """The ledger. `position`: how far the stream was read before; `returned`: ranges before it that were not."""
 
     def __init__(self, *, position: int = 0, returned: Sequence[Range] = ()) -> None:
         _check(position, returned)
@@ -51,7 +51,7 @@ class Leases:
         self._fold()
 
     def grant(self, holder: str, step: int, count: int) -> list[Range]:
-        """`count` positions for this holder's step: returned ranges first, lowest first, then fresh ones."""
+        """Grant `count` positions for this holder's step: returned ranges first, lowest first, then fresh ones."""
         if count < 1:
             raise ValueError(f"a lease has at least one sample, not {count}")
         self._check_free(holder, step)
@@ -70,15 +70,15 @@ class Leases:
         return list(granted)
 
     def claim(self, holder: str, step: int, ranges: Iterable[Range | Sequence[int]]) -> bool:
-        """A lease of exactly these positions, as far as nobody holds or has settled any of them; else False.
+        """Grant exactly these positions. Returns False if any of them is held or settled.
 
-        For ranges that were granted before this ledger began: by a server that has died, to a worker that has not, or in
-        a record of the journal that is replayed.
+        For ranges that were granted before this ledger was made: by a server that has died since, or in a journal that is
+        replayed.
         """
         self._check_free(holder, step)
         wanted = _joined(Range(*r) for r in ranges)
         if not wanted or min(wanted).start < 0 or any(r.count < 1 for r in wanted):
-            raise ValueError(f"a lease is of samples that exist, at least one: {wanted}")
+            raise ValueError(f"invalid ranges for a lease: {wanted}")
         frontier = max(self._frontier, wanted[-1].end)
         free = _joined([*self._returned, Range(self._frontier, frontier - self._frontier)])
         left = _without(free, wanted)
@@ -89,13 +89,13 @@ class Leases:
         return True
 
     def settle(self, holder: str, step: int) -> list[Range]:
-        """A committed step counted this lease: it will never be granted again."""
+        """Settle the lease of a committed step: its samples will never be granted again."""
         if step not in self._held.get(holder, {}):
             raise ValueError(f"'{holder}' has no lease for step {step}: it was settled or given back before")
         return self._take(holder, step)
 
     def give_back(self, holder: str, step: int | None = None) -> list[Range]:
-        """The samples of this lease were not counted, and go to others. None: of every lease this holder has."""
+        """Return the samples of this lease (None: of all leases of the holder) to be granted again."""
         held = self._held.get(holder, {})
         steps = [s for s in sorted(held) if step in (None, s)]
         given = _joined(r for s in steps for r in self._take(holder, s))
@@ -104,24 +104,24 @@ class Leases:
         return given
 
     def set_aside(self, holder: str, step: int) -> list[Range]:
-        """The gradient of these samples was refused: they are not counted, and nobody tries them again in this run."""
+        """Set aside the samples of a rejected gradient: they are not counted, and not granted again in this run."""
         taken = self._take(holder, step) if step in self._held.get(holder, {}) else []
         self._aside = _joined([*self._aside, *taken])
         return taken
 
     def held(self, holder: str) -> dict[int, list[Range]]:
-        """This holder's leases by step."""
+        """Return this holder's leases by step."""
         return {step: list(ranges) for step, ranges in self._held.get(holder, {}).items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """For JSON. `position`: nothing at or after it was settled; `holes`: what was not settled before it."""
+        """Return the state for JSON. `position`: nothing at or after it was settled; `holes`: what was not before it."""
         held = [r for leases in self._held.values() for ranges in leases.values() for r in ranges]
         settled = Leases(position=self._frontier, returned=[*self._returned, *self._aside, *held])
         return {"position": settled._frontier, "holes": [list(r) for r in settled._returned]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Leases:
-        """Go on from a saved state; that of a `ShardedSampler` has no holes."""
+        """Restore a saved state; that of a `ShardedSampler` has no holes."""
         holes = state.get("holes", [])
         if not isinstance(holes, list) or not all(isinstance(h, list | tuple) and len(h) == 2 for h in holes):
             raise _nonsense(f"holes {holes!r} is not a list of [start, count]")
@@ -139,18 +139,18 @@ class Leases:
         return ranges
 
     def _fold(self) -> None:
-        """What returned from the very end is as good as never granted."""
+        """Lower the frontier past ranges returned at its end."""
         if self._returned and self._returned[-1].end == self._frontier:
             self._frontier = self._returned.pop().start
 
 
 def indices(sampler: Sampler, ranges: Iterable[Range | Sequence[int]]) -> Indices:
-    """The sample numbers of a lease, in its order."""
+    """Return the sample indices of a lease, in its order."""
     return np.concatenate([np.empty(0, dtype=np.int64), *(sampler.indices(start, count) for start, count in ranges)])
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """In order, without empty ones, neighbours made one."""
+    """Sort ranges, drop empty ones, and merge adjacent ones."""
     joined: list[Range] = []
     for part in sorted(r for r in ranges if r.count != 0):
         if joined and joined[-1].end == part.start:
@@ -160,7 +160,7 @@ def _joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _without(free: Sequence[Range], wanted: Sequence[Range]) -> list[Range] | None:
-    """`free` less `wanted`; None when some of it is not there. Both are joined, so each part lies within one of `free`."""
+    """Return `free` minus `wanted`, or None if `free` does not contain it. Both are merged (`_joined`)."""
     left = list(free)
     for part in wanted:
         index = next((i for i, r in enumerate(left) if r.start <= part.start and part.end <= r.end), None)
@@ -184,4 +184,4 @@ def _check(position: int, holes: Sequence[Range]) -> None:
 
 
 def _nonsense(what: str) -> UserError:
-    return UserError(f"the saved data position makes no sense: {what}; resume from another checkpoint")
+    return UserError(f"the saved data position is invalid: {what}; resume from another checkpoint")

@@ -1,4 +1,4 @@
-"""The datasets that have a name, and the tokens each is read as by default. Imports no torch."""
+"""The names of datasets, and their default tokenizers. Imports no torch."""
 
 from smolcluster.errors import UserError, unknown_name
 
@@ -8,7 +8,7 @@ DATASETS = (*TEXT_DATASETS, "mnist", "hf:OWNER/NAME")
 
 
 def is_text(name: str) -> bool:
-    """Whether `open_text` reads this dataset; an unknown name is the user's mistake."""
+    """Return whether `open_text` reads this dataset. Raises UserError for an unknown name."""
     if name in TEXT_DATASETS or name.startswith(HF_PREFIX):
         return True
     if name == "mnist":
@@ -17,7 +17,7 @@ def is_text(name: str) -> bool:
 
 
 def default_tokenizer(name: str) -> str:
-    """Bytes where nothing may be downloaded, GPT-2's tokens for the corpora people compare on."""
+    """Return `bytes` for text without a download, `gpt2` for the common benchmarks."""
     if not is_text(name):
         raise UserError(
             f"data.name: '{name}' is not text, so it has no tokenizer; "

@@ -1,4 +1,4 @@
-"""Beginnings of a training text: what a model that only continues text can be asked first."""
+"""Openings of a training text: example prompts for a model without a chat template."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from smolcluster.data.names import HF_PREFIX
 from smolcluster.data.sources import find_sources
 from smolcluster.errors import SmolclusterError
 
-_READ = 200_000  # characters of the text that are looked at
+_READ = 200_000  # characters that are searched
 _COUNT = 3
 _WORDS, _LEAST = 5, 60  # words of an opening; characters of a paragraph that is worth one
 _PROSE = re.compile(rf"[A-Z][a-z]*(?: [a-z]+){{{_WORDS - 1}}}")
 
 
 def openings(data: DataConfig) -> list[str]:
-    """Return the first words of a few paragraphs of the text that `data` names. Empty where it is not here."""
+    """Return the first words of a few paragraphs of the training text; empty if it is not on this machine."""
     if data.name.startswith(HF_PREFIX):
         return []
     try:
@@ -32,7 +32,7 @@ def openings(data: DataConfig) -> list[str]:
 
 
 def _opening(paragraph: str) -> str | None:
-    """Its first words, where it is a sentence: not a heading, a table or a piece of a program."""
+    """Return a paragraph's first words if it is prose: not a heading, a table or code."""
     words = paragraph.split()
     first = " ".join(words[:_WORDS])
     return first if len(paragraph) >= _LEAST and _PROSE.fullmatch(first) else None

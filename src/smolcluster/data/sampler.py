@@ -1,16 +1,16 @@
-"""Which sample goes to which worker, at which step.
+"""The sampler: which samples each worker reads at each step.
 
 All samples form one infinite stream: epoch 0 in a random order, then epoch 1 in another, and so on. A step reads the
-next G samples of the stream, and the data shards cut those G among them, in order:
+next G samples of the stream, which are divided among the data shards in order:
 
     stream  ... | shard 0 | shard 1 | shard 2 | shard 0 | ...
                  <------- step t: G --------->
 
-So what N workers read at step t is what one worker with the whole batch reads at step t, and the only state is one
-number: how far the stream has been read. That number means the same for any number of workers.
+So N workers read at step t what one worker with the whole batch reads at step t. The only state is the stream position,
+which is valid for any number of workers.
 
-The order of an epoch is `argsort` over raw Philox words keyed by (seed, epoch). NumPy promises that raw words never
-change, so the order is the same on every platform and version.
+The order of an epoch is `argsort` over raw Philox words keyed by (seed, epoch). NumPy guarantees raw words, so the order
+is the same on every platform and version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class Sampler:
-    """The infinite stream of sample numbers. `indices(start, count)` may be asked for any part of it."""
+    """The infinite stream of sample indices, with random access (`indices(start, count)`)."""
 
     def __init__(self, num_samples: int, *, seed: int) -> None:
         if num_samples < 1:
@@ -42,17 +42,17 @@ class Sampler:
         self._orders: dict[int, Indices] = {}
 
     def order(self, epoch: int) -> Indices:
-        """The permutation of one epoch. The last two asked for are kept: a batch may straddle a boundary."""
+        """Return the permutation of an epoch. The last two are cached: a batch may span two epochs."""
         if epoch not in self._orders:
             words = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.num_samples)
             while len(self._orders) >= 2:
                 del self._orders[next(iter(self._orders))]
-            # A stable sort, so that two equal words (however unlikely) have one order everywhere.
+            # A stable sort: equal words have the same order everywhere.
             self._orders[epoch] = np.argsort(words, kind="stable").astype(np.int64, copy=False)
         return self._orders[epoch]
 
     def indices(self, start: int, count: int) -> Indices:
-        """Stream positions [start, start + count), across as many epochs as that takes."""
+        """Return the samples at stream positions [start, start + count), across epochs."""
         if start < 0 or count < 0:
             raise ValueError(f"start and count must not be negative: {start}, {count}")
         parts = [np.empty(0, dtype=np.int64)]
@@ -81,11 +81,11 @@ class ShardedSampler:
 
     @property
     def position(self) -> int:
-        """How far the stream has been read: samples consumed by all shards together."""
+        """The stream position: samples consumed by all shards together."""
         return self._position
 
     def next(self) -> Indices:
-        """This shard's samples of the next step."""
+        """Return this shard's samples of the next step."""
         indices = self.sampler.indices(self._position + self._offset, self.count)
         self._position += self.global_batch
         return indices
@@ -94,7 +94,7 @@ class ShardedSampler:
         return {"position": self._position, "seed": self.sampler.seed, "num_samples": self.sampler.num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another sampler stood. The number of shards may differ; the data and the seed may not."""
+        """Restore a position. The number of shards may differ; the data and the seed may not."""
         if state["num_samples"] != self.sampler.num_samples:
             raise UserError(
                 f"the checkpoint was trained on {state['num_samples']} samples, but the data here has "
@@ -112,7 +112,7 @@ class ShardedSampler:
                 f"the checkpoint's data position {state['position']} is negative; resume from another checkpoint"
             )
         if state.get("holes"):
-            # An elastic run was stopped in the middle of steps: what it had leased and not counted.
+            # Leases of an elastic run that was stopped before their steps were committed.
             missed = sum(int(count) for _, count in state["holes"])
-            logger.warning("%d samples that the run before had not counted are left out", missed)
+            logger.warning("skipping %d samples that the saved run had leased but not committed", missed)
         self._position = state["position"]

@@ -1,7 +1,7 @@
-"""Where text comes from: a source for training and, where the data has its own, one for validation.
+"""Text sources: one for training and, if the dataset has a validation split, one for validation.
 
-A `TextSource` can be read again and again, in pieces, and knows the hash of its content, so that the tokens of a text
-that has not changed are found in the cache without reading it as text.
+A `TextSource` can be read repeatedly, in pieces, and has a content hash, by which the tokens of an unchanged text are found
+in the cache.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ARCHIVES = {
 
 @dataclass(frozen=True)
 class TextSource:
-    """One text. `total_bytes` is what reading it amounts to, for progress; None when unknown."""
+    """One text. `total_bytes`: its size, for progress; None if unknown."""
 
     name: str
     chunks: Callable[[], Iterator[str]]
@@ -69,14 +69,14 @@ class TextSource:
 
 @dataclass(frozen=True)
 class Sources:
-    """`validation` is None where a share of the training text is to be held out."""
+    """`validation` None: hold out a part of the training text."""
 
     train: TextSource
     validation: TextSource | None
 
 
 def find_sources(config: DataConfig, *, progress: Progress | None = None) -> Sources:
-    """The text that `config.name` means; downloads it when it is missing and may be downloaded."""
+    """Return the text of `config.name`; downloads it if it is missing and `config.download` is true."""
     if not is_text(config.name):
         raise UserError(
             f"data.name: '{config.name}' is not text; text datasets: {', '.join(TEXT_DATASETS)}, hf:OWNER/NAME"
@@ -96,7 +96,7 @@ def find_sources(config: DataConfig, *, progress: Progress | None = None) -> Sou
 
 
 def _splits(train: Path | None, val: Path | None, source: Callable[[str, Path], TextSource]) -> Sources:
-    """With one of the two files alone, that file is all there is, and a share of it is held out."""
+    """Return the sources of both files; if there is only one, a part of it is held out."""
     if train is not None and val is not None:
         return Sources(source("train", train), source("validation", val))
     alone = train if train is not None else val
@@ -127,11 +127,11 @@ def _embedded() -> TextSource:
 
 
 def _text_files(root: str | None) -> list[Path]:
-    """One file, or all text files below a folder in the order of their names; hidden ones are left out."""
+    """Return the file, or all text files below the folder sorted by name, except hidden ones."""
     if root is None:
         raise UserError("data.name 'text' needs data.root: a text file, or a folder of text files")
     path = Path(root)
-    with contextlib.suppress(RuntimeError):  # `~` of somebody who is not known here: then there is no such folder
+    with contextlib.suppress(RuntimeError):  # `~` of an unknown user: no such folder
         path = path.expanduser()
     if path.is_file():
         return [path]
@@ -160,7 +160,7 @@ def _files(name: str, files: list[Path]) -> TextSource:
 def _find_split(
     config: DataConfig, corpus: str, train: tuple[str, ...], val: tuple[str, ...], *, progress: Progress | None
 ) -> tuple[Path | None, Path | None]:
-    """The training and validation file of a corpus; one of them may be missing, not both."""
+    """Return the training and validation file of a corpus; one of them may be missing, not both."""
     folder = Path(config.root).expanduser() if config.root is not None else cache_root(config.cache_dir) / corpus
     if config.root is not None and not folder.is_dir():
         raise UserError(f"data.root: there is no folder {folder}; it should hold {corpus}, or be null for a download")
@@ -188,7 +188,7 @@ def _snli(name: str, file: Path) -> TextSource:
 
 
 def _snli_lines(file: Path) -> Iterator[bytes]:
-    """Each pair as one line that a language model can learn to finish; pairs without an agreed label are left out.
+    """Format each pair as a line that a language model can complete; pairs without a gold label are left out.
 
     premise: A man inspects a uniform. hypothesis: The man is sleeping. label: contradiction
     """

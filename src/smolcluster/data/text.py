@@ -1,4 +1,4 @@
-"""Text for a language model: found, tokenized once, memory-mapped, cut into training and validation windows."""
+"""Text for a language model: find it, tokenize it once, map it, split it into training and validation windows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TextData:
 
 
 def open_text(config: DataConfig, *, seq_len: int, progress: Progress | None = None) -> TextData:
-    """The windows of the text that `config` names, `seq_len` tokens each."""
+    """Return windows of `seq_len` tokens of the text that `config` names."""
     sources = find_sources(config, progress=progress)
     tokenizer = _open_tokenizer(config, sources, progress=progress)
     tokens = _tokens(sources.train, tokenizer, config=config, progress=progress)
@@ -82,7 +82,7 @@ def _tokens(source: TextSource, tokenizer: Tokenizer, *, config: DataConfig, pro
 
 
 def _reporting(source: TextSource, progress: Progress | None) -> Callable[[], Iterator[str]]:
-    """The source's pieces, with progress as each one has been used."""
+    """Wrap the source's pieces so that progress is reported after each."""
     if progress is None:
         return source.chunks
 

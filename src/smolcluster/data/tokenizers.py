@@ -1,9 +1,8 @@
-"""Text to numbers and back: bytes, characters, GPT-2's tokens, or any Hugging Face tokenizer.json.
+"""Tokenizers: bytes, characters, GPT-2's BPE, or any Hugging Face tokenizer.json.
 
-`encode` returns an array of the smallest type that holds the vocabulary; that is also the type of the token files.
-`fingerprint` names the exact mapping: two tokenizers with one fingerprint give one result, so it may be part of a
-cache key. Numbers outside the vocabulary (a model's output layer may be padded) decode to the replacement character;
-Hugging Face's tokenizers leave them out.
+`encode` returns an array of the smallest dtype that holds the vocabulary; token files have the same dtype.
+`fingerprint` identifies the exact mapping and is part of cache keys. Ids outside the vocabulary (a model's output layer may
+be padded) decode to the replacement character; Hugging Face's tokenizers skip them.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ GPT2_NAMES = ("gpt2", "openai-community/gpt2")
 GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-# How GPT-2 cuts text before merging: contractions, words with their leading space, numbers, signs, and runs of blanks
-# (without the last one when a word follows: that one belongs to the word).
+# GPT-2's pre-tokenization: contractions, words with their leading space, numbers, punctuation, and runs of blanks (without
+# the last one if a word follows, which it belongs to).
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 

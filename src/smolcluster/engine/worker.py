@@ -16,9 +16,9 @@ import numpy as np
 
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
 from smolcluster.comm.mesh.backends import check_backend
-from smolcluster.comm.mesh.liveness import Watch
+from smolcluster.comm.mesh.liveness import LivenessMonitor
 from smolcluster.comm.mesh.rendezvous import RankPlace, connect
-from smolcluster.comm.notes import Bulletin
+from smolcluster.comm.notes import Notes
 from smolcluster.compute.buffers import not_finite
 from smolcluster.config import public_dict
 from smolcluster.config.options import Options
@@ -68,8 +68,8 @@ class Worker(Role):
     """One rank. The methods are its phases, in order."""
 
     saver: Saver | None = None
-    bulletin: Bulletin | None = None
-    watch: Watch | None = None
+    bulletin: Notes | None = None
+    watch: LivenessMonitor | None = None
     found: Snapshot | None = None  # the checkpoint to resume from, where this rank has read it
     drawing: Drawing | None = None  # of the pipeline schedule
 
@@ -160,7 +160,7 @@ class Worker(Role):
 
     def _watch_each_other(self) -> None:
         try:
-            self.watch = Watch(self.group, self.spec.master_addr, name=self.spec.host, on_lost=self._give_up)
+            self.watch = LivenessMonitor(self.group, self.spec.master_addr, name=self.spec.host, on_lost=self._give_up)
         except OSError as error:
             self._warn(f"a rank that is lost will not be named, and be waited for for minutes: {error}")
 
@@ -191,7 +191,7 @@ class Worker(Role):
         return self.watch.explain(reason)
 
     @staticmethod
-    def _claim_the_end(watch: Watch) -> None:
+    def _claim_the_end(watch: LivenessMonitor) -> None:
         """Wait for the watch, which is ending this process."""
         if not watch.claim():
             threading.Event().wait()
@@ -279,13 +279,13 @@ class Worker(Role):
             profiler=self._make_profiler(last_step=total_steps),
         )
 
-    def _find_bulletin(self, strategy: Strategy[Options]) -> Bulletin | None:
+    def _find_bulletin(self, strategy: Strategy[Options]) -> Notes | None:
         """Return the notes for sharded saves, if the strategy shards the model and every rank sees the run directory."""
         training, group = self.config.training, self.group
         if training.checkpoint_steps == 0 or not training.sharded_checkpoints or group.size == 1:
             return None
         name = gather_json(group, secrets.token_hex(8))[0]
-        bulletin = group.bulletin(name)
+        bulletin = group.notes(name)
         if bulletin is None or strategy.state("rank").wholes is None:
             return None
         if not all_see(group, self.run_dir.checkpoints):

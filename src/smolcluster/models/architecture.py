@@ -1,4 +1,4 @@
-"""What the rest of the package knows of an architecture: records only, without torch. `registry.py` has the table of them."""
+"""Records that describe an architecture, without torch. `registry.py` has the table of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Names = Mapping[str, tuple[str, ...]]  # our module -> theirs, in the order in w
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture of Hugging Face, and what of ours it stands for."""
+    """A Hugging Face architecture, and its mapping to ours."""
 
     architecture: str
     model_type: str
@@ -31,7 +31,7 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFLayout:
-    """How GGUF files hold a model of one `general.architecture`."""
+    """The layout of GGUF files of one `general.architecture`."""
 
     architecture: str
     names: Names

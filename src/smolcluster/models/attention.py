@@ -15,7 +15,7 @@ Rope = tuple[Tensor, Tensor]  # cosines and sines, each T x 1 x E/2, fp32
 
 
 def rope_at(config: GPTConfig, positions_T: Tensor) -> Rope | None:
-    """Cosine and sine of each position's angles, in fp32 whatever the model's type."""
+    """Return cosine and sine of each position's angles, in fp32 whatever the model's dtype."""
     if config.position != "rotary":
         return None
     exponents = torch.arange(0, config.head_dim, 2, device=positions_T.device, dtype=torch.float32) / config.head_dim
@@ -24,7 +24,7 @@ def rope_at(config: GPTConfig, positions_T: Tensor) -> Rope | None:
 
 
 def rotate(x_BTHE: Tensor, rope: Rope) -> Tensor:
-    """Turn the pair (i, i + E/2) of every head by the angle of its position, in fp32."""
+    """Rotate the pair (i, i + E/2) of every head by the angle of its position, in fp32."""
     cos, sin = rope
     a, b = x_BTHE.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTHE.dtype)
@@ -32,7 +32,7 @@ def rotate(x_BTHE: Tensor, rope: Rope) -> Tensor:
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Keep torch from choosing cuDNN for attention here, whatever the device.
+    """Disable torch's cuDNN attention here, whatever the device.
 
     cuDNN builds a plan for every new length of the keys, 40 to 300 ms each on an H200; with a cache, each token is a new
     length. The flag is the process's: where threads overlap, the choice may last longer or shorter, results do not change.

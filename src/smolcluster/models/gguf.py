@@ -1,12 +1,12 @@
-"""A decoder in a GGUF file, as llama.cpp and its converters write it: the header, then tensors that are read one by one.
+"""Read decoders from GGUF files of llama.cpp and its converters.
 
     ours                    llama, qwen2, qwen3                 gpt2
     attention.qkv           attn_q, attn_k, attn_v              attn_qkv
     mlp.up                  ffn_gate, ffn_up                    ffn_up
-    head                    output, or token_embd where there is none
+    head                    output, or token_embd if it is missing
 
-A file of the architecture `llama` has the rows of q and k in another order: its rotary positions turn the pair (2i, 2i + 1) of
-a head, ours and Hugging Face's turn (i, i + E/2). They change places here. Files of `qwen2` and `qwen3` have our order.
+Files of the architecture `llama` have the rows of q and k in another order: their rotary positions rotate the pair
+(2i, 2i + 1) of a head, ours and Hugging Face's (i, i + E/2). They are permuted here. `qwen2` and `qwen3` have our order.
 
     type    block of weights    bytes    a weight
     F32, F16, BF16    1         4, 2, 2  itself
@@ -15,9 +15,9 @@ a head, ours and Hugging Face's turn (i, i + E/2). They change places here. File
     Q4_1              32        20       d q + m
     Q6_K              256       210      d s (q - 32)     q: 6 bits, s: int8 for each 16; the head of most files in Q4
 
-The file is mapped: a part of a model reads its own tensors and no more. The header is read here and not with the `gguf`
-package, which takes seconds for a large vocabulary and believes what a damaged file says of its own size. Here every
-count is held against the bytes that are there before anything is made of it.
+The file is mapped: a part of a model reads only its own tensors. The header is not read with the `gguf` package, which takes
+seconds for a large vocabulary and trusts the sizes in a damaged file. Here every count is checked against the size of the
+file before anything is allocated.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ KNOWN_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q6_K")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor in the file: its rows of packed weights."""
+    """A tensor of packed weights in the file."""
 
     name: str
     kind: str
@@ -104,7 +104,7 @@ class Stored:
 
 
 class GGUF:
-    """An open file. Raises ValueError, with its name, for what is damaged or cannot be computed here."""
+    """An open file. Raises ValueError with its name if it is damaged or not supported."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -140,7 +140,7 @@ class GGUF:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> dict[str, Tensor]:
-        """The parameters of a part of the model (parts.py), under our names."""
+        """Return the parameters of a part of the model (parts.py), under our names."""
         names = part_of(self._shapes, self.config, layers, first=first, last=last)
         try:
             return {name: self._parameter(name, dtype).to(device) for name in names}
@@ -175,7 +175,7 @@ class GGUF:
             flat[row : row + step] = cast(stored.name, weights, into.dtype)
 
     def _check(self) -> None:
-        """Names, shapes and types of all tensors, whatever part will be loaded."""
+        """Check names, shapes and types of all tensors, whatever part will be loaded."""
         found = {name: stored.shape for name, stored in self.tensors.items()}
         check_shapes(found, their_shapes(self._layout.names, self.config))
         for stored in self.tensors.values():
@@ -191,7 +191,7 @@ class GGUF:
 
 
 class _Cursor:
-    """Reads on from a place, and never beyond what is there."""
+    """Reads the header sequentially, with bounds checks."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.end = data, 0, min(len(data), _HEADER_LIMIT_BYTES)
@@ -243,12 +243,12 @@ class _Cursor:
 
 
 def _plain(value: Any) -> Any:
-    """A fraction of 32 bits as the shortest number that is stored so: 1e-05, not 9.999999747378752e-06."""
+    """Convert a float32 to the shortest equal decimal: 1e-05, not 9.999999747378752e-06."""
     return float(str(value)) if isinstance(value, np.float32) else value.item()
 
 
 def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, Stored], int]:
-    """Metadata, tensors, and the size of the header itself."""
+    """Return metadata, tensors, and the size of the header."""
     if data[:4] != MAGIC:
         raise ValueError(f"not a GGUF file: it begins with {bytes(data[:4])!r}, not with {MAGIC!r}")
     cursor = _Cursor(data)
@@ -296,7 +296,7 @@ def _read_tensor(cursor: _Cursor) -> Stored:
 
 
 def _place(found: list[Stored], *, begin: int, size: int, alignment: int) -> dict[str, Stored]:
-    """The tensors by name, at their places in the file: all of them inside it, none over another."""
+    """Return the tensors by name with absolute offsets. Checks that they lie in the file and do not overlap."""
     placed: dict[str, Stored] = {}
     end = begin
     for tensor in sorted(found, key=lambda one: one.offset):
@@ -328,7 +328,7 @@ def _named(metadata: Mapping[str, Any]) -> tuple[Architecture, GGUFLayout]:
 def _config(
     architecture: Architecture, layout: GGUFLayout, metadata: Mapping[str, Any], tensors: Mapping[str, Stored]
 ) -> DecoderConfig:
-    """The model that the header describes. Raises ValueError for what no decoder of ours can be."""
+    """Return the configuration in the header. Raises ValueError for an unsupported one."""
     if metadata.get("split.count", 0) not in (0, 1):
         raise ValueError("it is one of several files of a model; join them with: llama-gguf-split --merge FIRST OUT")
     given, rotary = _Given(metadata, layout.architecture), layout.rotary
@@ -370,7 +370,7 @@ def _config(
 
 
 class _Given:
-    """Values of the header under the architecture's name."""
+    """The header's values under the architecture's name."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata, self._architecture = metadata, architecture
@@ -394,7 +394,7 @@ class _Given:
         return value
 
     def check_plain(self, config: DecoderConfig, tensors: Mapping[str, Stored]) -> None:
-        """Everything that would change the arithmetic is off."""
+        """Raise ValueError for options that would change the arithmetic."""
         if "rope_freqs.weight" in tensors:
             raise ValueError(
                 "rope_freqs.weight changes the rotary positions (Llama 3.1 and later), which is not supported: "
@@ -433,13 +433,13 @@ def _short(value: Any) -> str:
 
 
 def _sort_pairs(rows: Tensor, heads: int) -> None:
-    """From pairs (2i, 2i + 1) of each head to (i, i + E/2), in place."""
+    """Permute pairs (2i, 2i + 1) of each head to (i, i + E/2), in place."""
     pairs = rows.view(heads, -1, 2, *rows.shape[1:])
     rows.copy_(pairs.transpose(1, 2).reshape(rows.shape))
 
 
 def _unpack(packed: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[np.float32]:
-    """Rows of blocks as rows of weights. Raises FloatingPointError where they are no numbers."""
+    """Unpack rows of blocks to rows of weights. Raises FloatingPointError for NaN and infinity."""
     if kind in ("F32", "F16"):
         return _finite(packed.view("<f4" if kind == "F32" else "<f2").astype(np.float32))
     if kind == "BF16":

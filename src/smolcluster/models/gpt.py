@@ -45,7 +45,7 @@ class KVCache:
     length: int = 0
 
     def check(self, tokens_BT: Tensor) -> None:
-        """Refuse what does not fit, before anything is written."""
+        """Raise an error for tokens that do not fit, before anything is written."""
         batch, num_tokens = tokens_BT.shape
         if batch != self.batch:
             raise ValueError(
@@ -69,12 +69,12 @@ class KVCache:
 
 class Linear(nn.Linear):
     def reset_parameters(self) -> None:
-        """Nothing: `GPT.init_weights` fills every parameter once. Doing both takes three times as long."""
+        """Do nothing: `GPT.init_weights` initializes every parameter. Doing both takes three times as long."""
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Nothing, as in `Linear`."""
+        """Do nothing, as in `Linear`."""
 
 
 class Attention(nn.Module):
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         self.out = Linear(config.num_heads * config.head_dim, config.model_dim, bias=bool(config.bias))
 
     def prepare(self, qk: Tensor, rope: Rope | None) -> Tensor:
-        """Norm the query and key heads, and turn them by their positions. Heads are the last dimension but one."""
+        """Norm the query and key heads and apply rotary positions. Heads are the second to last dim."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), dim=-2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-2)
@@ -165,7 +165,7 @@ def call_block(
 
 
 def hidden_states(model: GPT, tokens_BT: Tensor) -> Tensor:
-    """What the last block gives."""
+    """Return the output of the last block."""
     return model.run_blocks(model.embed(tokens_BT, model.piece * tokens_BT.size(1)), model.blocks)
 
 
@@ -230,7 +230,7 @@ class GPT(nn.Module):
         return dropped_BTD
 
     def run_blocks(self, x_BTD: Tensor, blocks: Iterable[nn.Module], *, cache: KVCache | None = None) -> Tensor:
-        """Some of the blocks, in order. Rotary angles and the mask are made once and shared."""
+        """Run some of the blocks, in order. Rotary angles and the mask are computed once and shared."""
         num_tokens = x_BTD.size(1) * self.sequence_shards
         start = self.piece * num_tokens if cache is None else cache.length
         rope = self.rope(start, num_tokens, device=x_BTD.device)
@@ -248,7 +248,7 @@ class GPT(nn.Module):
         return x_BTD
 
     def compile_blocks(self) -> None:
-        """Prepare `loss` for being compiled by region: one block, whose code serves for all, and the head with the loss.
+        """Compile `loss` by region: one block, whose code is used for all, and the head with the loss.
 
         The time to the first step no longer grows with the number of layers: on an H200 11 s instead of 90 s for 48 layers, at
         0.995x the speed. Nothing is fused across blocks, which narrow ones feel: 12 layers of 768 reach 0.97x to 0.99x.
@@ -258,16 +258,16 @@ class GPT(nn.Module):
         self._hidden = torch.compiler.disable(hidden_states)  # type: ignore[no-untyped-call]
 
     def rope(self, start: int, num_tokens: int, *, device: torch.device) -> Rope | None:
-        """Cosine and sine of each position's angles. Made afresh: nothing to store, to move or to round to bf16."""
+        """Return cosine and sine of each position's angles. Not a buffer, so never saved, moved or rounded to bf16."""
         return rope_at(self.config, torch.arange(start, start + num_tokens, device=device))
 
     def head(self, x_BTD: Tensor) -> Tensor:
-        """The last norm and the projection to the vocabulary."""
+        """Apply the last norm and the projection to the vocabulary."""
         weight_VD = self.token_embedding.weight if self.lm_head is None else self.lm_head.weight
         return F.linear(self.norm(x_BTD), weight_VD)
 
     def forward(self, tokens_BT: Tensor, *, cache: KVCache | None = None) -> Tensor:
-        """Logits B x T x V. With a cache, the tokens follow those it holds, and join them."""
+        """Return logits B x T x V. With a cache, the tokens follow those in it and are added to it."""
         if cache is None:
             return self.head(hidden_states(self, tokens_BT))
         cache.check(tokens_BT)
@@ -304,7 +304,7 @@ class GPT(nn.Module):
         return {"styles": STYLES, "fused": fused(config), "must_divide": must_divide(config)}
 
     def shared_out(self, size: int, *, sequence_parallel: bool) -> None:
-        """Told when its layers have been dealt out to `size` ranks."""
+        """Adapt to layers that are sharded over `size` ranks."""
         self.sequence_shards = size if sequence_parallel else 1
         for block in self.modules():
             if isinstance(block, Attention):
@@ -312,7 +312,7 @@ class GPT(nn.Module):
                 block.num_kv_heads //= size
 
     def cut_sequence(self, piece: int, gather: Callable[[Tensor], Tensor]) -> None:
-        """Told that calls have equal pieces of sequences, of which this is the `piece`-th.
+        """Adapt to inputs that are equal pieces of sequences, of which this is the `piece`-th.
 
         `gather` takes B x H x T x E of this piece, for any H, and gives those of all tokens from the first to the last of it.
         """

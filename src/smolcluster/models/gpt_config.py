@@ -1,4 +1,4 @@
-"""The shape of a GPT and its parameters: arithmetic only, no tensors."""
+"""The configuration of a GPT and its parameters: arithmetic only, no tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHOICES = {"position": ("learned", "rotary"), "norm": ("layernorm", "rmsnorm"), 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a `GPT`. Automatic values are filled in, so every field of a config holds what is really built."""
+    """The configuration of a `GPT`. Automatic values are resolved, so every field holds the actual value."""
 
     qk_norm: ClassVar[bool] = False  # norms over each query and key head
 
@@ -70,7 +70,7 @@ class GPTConfig:
             )
 
     def _check_width(self) -> None:
-        """Refuse heads that are of unlike width, or cannot be turned."""
+        """Raise ValueError for heads of different width, or of odd width with rotary positions."""
         dim, heads = self.model_dim, self.num_heads
         if dim % heads:
             near = -(-dim // heads) * heads
@@ -84,7 +84,7 @@ class GPTConfig:
             )
 
     def _fill_in(self) -> None:
-        """Replace automatic values by what they stand for."""
+        """Resolve automatic values."""
         ff_dim = -(-8 * self.model_dim // 3 // 64) * 64 if self.activation == "swiglu" else 4 * self.model_dim
         bias = self.norm == "layernorm" if self.bias is None else self.bias
         qkv_bias = bias if self.qkv_bias is None else self.qkv_bias
@@ -137,14 +137,14 @@ class GPTConfig:
         return {f"{name}.{kind}": (self.model_dim,) for kind in (("weight", "bias") if biased else ("weight",))}
 
     def cuts(self, name: str) -> list[int]:
-        """Return how many rows of a joined projection belong to each of its parts."""
+        """Return the number of rows of each part of a concatenated projection."""
         if ".qkv." in name:
             return [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         return [self.ff_dim, self.ff_dim]
 
     @property
     def num_parameters(self) -> int:
-        """Exact, without building the model."""
+        """Return the exact number of parameters, without building the model."""
         return sum(map(math.prod, self.shapes().values()))
 
 

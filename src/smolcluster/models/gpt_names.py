@@ -1,4 +1,4 @@
-"""The names of a GPT elsewhere: at Hugging Face (hugging_face.py) and in GGUF files (gguf.py). Tables only."""
+"""Names of a GPT's parameters at Hugging Face (hugging_face.py) and in GGUF files (gguf.py). Tables only."""
 
 from __future__ import annotations
 

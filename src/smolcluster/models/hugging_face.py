@@ -1,14 +1,14 @@
-"""A decoder under Hugging Face's names, and back: pure functions on dictionaries of tensors, by the tables of `registry.py`.
+"""Convert decoders to and from Hugging Face's format: pure functions on dictionaries of tensors, by `registry.py`'s tables.
 
     ours                        GPT2LMHeadModel              LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
     attention.qkv               c_attn, transposed           q_proj, k_proj, v_proj
     mlp.up                      c_fc, transposed             gate_proj, up_proj
-    every other matrix          transposed, but embeddings   as it is
+    every other matrix          transposed, but embeddings   unchanged
 
-GPT-2's layers there multiply from the other side, hence the transposes. Rotary positions turn the pair (i, i + E/2) of a head
-on both sides, so no rows change places. Every step moves numbers and computes none: the round trip gives the same bits.
+GPT-2's Conv1D layers store transposed weights. Rotary positions rotate the pair (i, i + E/2) of a head in both, so no rows
+are permuted. Nothing is computed: a round trip is bit-identical.
 
-`load` reads a folder that `transformers` or `smolcluster export` wrote. It reads safetensors only and runs no code from it.
+`load` reads a folder written by `transformers` or `smolcluster export`. It reads safetensors only and runs no code from it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FRACTIONS, _FLAGS = ("dropout", "norm_eps", "rope_theta"), ("tie_head", "bias",
 
 
 def family_of(config: DecoderConfig) -> Family:
-    """The architecture with these parts. Raises ValueError with those that no architecture has together."""
+    """Return the architecture with these parts. Raises ValueError for a combination that no architecture has."""
     families = architecture_of(config).families
     strange = {family.architecture: _strange(config, family) for family in families}
     for family in families:
@@ -65,7 +65,7 @@ def family_of(config: DecoderConfig) -> Family:
 
 
 def export_config(config: DecoderConfig, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The contents of config.json."""
+    """Return the contents of config.json."""
     family = family_of(config)
     return {
         "architectures": [family.architecture],
@@ -80,7 +80,7 @@ def export_config(config: DecoderConfig, *, dtype: torch.dtype = torch.float32) 
 
 
 def export_weights(config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights under their names: views where possible, no arithmetic."""
+    """Return our weights under Hugging Face's names, as views if possible."""
     family = family_of(config)
     check_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()}, config.shapes())
     result: dict[str, Tensor] = {}
@@ -92,7 +92,7 @@ def export_weights(config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict
 
 
 def _strange(config: DecoderConfig, family: Family) -> list[str]:
-    """The parts of a model that this architecture does not have."""
+    """Return the parts of a model that this architecture does not have."""
     found = [
         f"{part} {getattr(config, part)} (there: {theirs})"
         for part, theirs in family.parts.items()
@@ -116,7 +116,7 @@ def _biases(config: DecoderConfig) -> str:
 
 
 def import_config(theirs: Mapping[str, Any]) -> DecoderConfig:
-    """The shape that a config.json describes. Raises ValueError for what no decoder of ours can be.
+    """Return the decoder configuration of a config.json. Raises ValueError for an unsupported one.
 
     The dropout is that of the residual stream (GPT-2) or of attention (all others).
     """
@@ -141,7 +141,7 @@ def import_config(theirs: Mapping[str, Any]) -> DecoderConfig:
 
 
 def load(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
-    """A model from config.json and model.safetensors, in one piece or in shards. Raises ValueError with the place.
+    """Load a model from config.json and model.safetensors, single or sharded. Raises ValueError with the file.
 
     config, weights = load("smollm")
     model = build(config)
@@ -152,7 +152,7 @@ def load(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
 
 
 class Folder:
-    """A model of which parts can be read. Opening it reads headers only: all names and shapes are checked, no values."""
+    """A model on disk whose parts can be read. Opening it reads headers only and checks all names and shapes."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)
@@ -169,7 +169,7 @@ class Folder:
 
     @property
     def files(self) -> list[Path]:
-        """Config and weights: what makes this model what it is."""
+        """The files that define this model: config and weights."""
         return [self.path / CONFIG, *sorted({path for path, _ in self._places.values()})]
 
     def load(
@@ -181,7 +181,7 @@ class Folder:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> dict[str, Tensor]:
-        """The parameters of a part of the model (parts.py), under our names. `dtype` None: as they are stored."""
+        """Return the parameters of a part of the model (parts.py), under our names. `dtype` None: as stored."""
         names = part_of(self._weights.ours, self.config, layers, first=first, last=last)
         with contextlib.ExitStack() as stack:
             opened: dict[Path, Any] = {}
@@ -198,14 +198,14 @@ class Folder:
                 return (tensor if dtype is None else cast(name, tensor, dtype)).to(device)
 
             try:
-                # One after the other: a machine may have room for them once, and not in two types.
+                # One at a time: the model may not fit in memory twice.
                 return {name: parameter(name) for name in names}
             except (ValueError, SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path}: {error}") from error
 
 
 class Weights:
-    """Their tensors by our names. Names and shapes are checked when it is made, values when they are read."""
+    """Hugging Face's tensors by our names. Names and shapes are checked at construction, values when they are read."""
 
     def __init__(self, config: DecoderConfig, stored: Mapping[str, Shape]) -> None:
         self._family = family = family_of(config)
@@ -219,7 +219,7 @@ class Weights:
         check_shapes(found, their_shapes(family.names, config, transposed=family.transposed))
 
     def read(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """One of ours, in memory of its own. `read` gives one of theirs."""
+        """Return one of our parameters, in new memory. `read` returns a stored tensor."""
         transposed = is_under(name, self._family.transposed)
         pieces = []
         for their in their_names(self._family.names, name):
@@ -251,7 +251,7 @@ def _named_family(theirs: Mapping[str, Any]) -> tuple[Architecture, Family]:
 
 
 def _with_rope_theta(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The base of the frequencies stands by itself, or among other options that must all be off."""
+    """Move rope_theta out of `rope_parameters`, whose other options must be off."""
     for key in ("rope_parameters", "rope_scaling"):
         options = theirs.get(key)
         if options is None:
@@ -265,7 +265,7 @@ def _with_rope_theta(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _value(theirs: Mapping[str, Any], key: str, name: str, defaults: Mapping[str, Any]) -> Any:
-    """One key of config.json for one field of ours, of the right type."""
+    """Return the value of a config.json key for one of our fields, with the right type."""
     if key not in theirs and key not in defaults:
         raise ValueError(f"{key} is missing")
     value = theirs.get(key, defaults.get(key))
@@ -283,13 +283,13 @@ def _value(theirs: Mapping[str, Any], key: str, name: str, defaults: Mapping[str
 
 
 def _check_file(path: Path) -> None:
-    """A pipe, say, could be waited for without end."""
+    """Reject what is not a regular file: reading a pipe could block forever."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: not a file")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a file beside the weights. Raises ValueError with the place."""
+    """Read a JSON object from a file beside the weights. Raises ValueError with the file."""
     _check_file(path)
     try:
         with path.open("rb") as file:
@@ -310,7 +310,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _find_weights(folder: Path) -> dict[str, tuple[Path, Shape]]:
-    """Where each tensor is, and its shape."""
+    """Return the file and shape of each tensor."""
     if (folder / WEIGHTS).exists():
         return {name: (folder / WEIGHTS, shape) for name, shape in _read_shapes(folder / WEIGHTS).items()}
     if not (folder / INDEX).exists():

@@ -1,4 +1,4 @@
-"""A part of a model: some layers, the embedding before the first, the head behind the last; and what is read for it.
+"""Parts of a model: some layers, the embedding before the first, the head behind the last, and the parameters of each.
 
 part of the model       parameters, in every architecture
 some layers             blocks.N....
@@ -29,7 +29,7 @@ def vocabulary(found: Mapping[str, Shape]) -> int | None:
 
 
 def part_of(names: Iterable[str], config: DecoderConfig, layers: range, *, first: bool, last: bool) -> list[str]:
-    """Those of a model's parameters that a part of it has."""
+    """Return the parameters of a part of a model."""
     if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
         raise ValueError(f"{layers} are not layers of a model that has {config.num_layers}")
 
@@ -45,7 +45,7 @@ def part_of(names: Iterable[str], config: DecoderConfig, layers: range, *, first
 
 
 def their_names(table: Names, name: str) -> list[str]:
-    """Return the names that one of our parameters has elsewhere, in the order in which ours joins them."""
+    """Return the external names of one of our parameters, in the order in which ours concatenates them."""
     layer = re.match(r"blocks\.(\d+)\.", name)
     number = layer[1] if layer else ""
     module, _, kind = re.sub(r"^blocks\.\d+\.", "blocks.N.", name).rpartition(".")
@@ -53,7 +53,7 @@ def their_names(table: Names, name: str) -> list[str]:
 
 
 def their_shapes(table: Names, config: DecoderConfig, *, transposed: tuple[str, ...] = ()) -> dict[str, Shape]:
-    """Return the shapes of all tensors under those names. `transposed`: endings of our modules."""
+    """Return the shapes of all tensors by external name. `transposed`: suffixes of our modules."""
     result: dict[str, Shape] = {}
     for name, shape in config.shapes().items():
         theirs = their_names(table, name)
@@ -69,7 +69,7 @@ def is_under(name: str, endings: tuple[str, ...]) -> bool:
 
 
 def check_depth(num_layers: int, num_tensors: int, *, where: str) -> None:
-    """Raises ValueError for what no file holds, before a model of so many layers is laid out."""
+    """Raise ValueError for an implausible number of layers, before a model of that size is described."""
     if num_layers > num_tensors:
         raise ValueError(f"{where} says {num_layers} layers, but there are only {num_tensors} tensors")
     if num_layers > MOST_LAYERS:
@@ -77,7 +77,7 @@ def check_depth(num_layers: int, num_tensors: int, *, where: str) -> None:
 
 
 def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    """Raises ValueError unless names and shapes are the same."""
+    """Raise ValueError unless names and shapes are the same."""
     problems = {
         "missing": [f"{name} {wanted[name]}" for name in wanted if name not in found],
         "superfluous": [f"{name} {found[name]}" for name in found if name not in wanted],
@@ -91,7 +91,7 @@ def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Non
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Weights are numbers. One that is none would be found only as a loss that is none."""
+    """Raise ValueError for NaN and infinity, which would otherwise show only as a NaN loss."""
     if not tensor.is_floating_point():
         raise ValueError(f"{name} has the type {type_name(tensor.dtype)}, not one of fractions")
     for piece in torch.split(tensor.flatten(), _CHUNK):
@@ -101,7 +101,7 @@ def check_values(name: str, tensor: Tensor) -> None:
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers in another type. Raises ValueError for those that it cannot hold."""
+    """Convert to another dtype. Raises ValueError for values that it cannot represent."""
     result = tensor.to(dtype)
     if dtype == torch.float16 and not bool(torch.isfinite(result).all()):
         raise ValueError(f"{name} has values that float16 cannot hold: load it as bfloat16 or float32")

@@ -1,7 +1,7 @@
-"""What a model offers beyond `forward`. It has the members of the protocols that it can follow; others ask by `isinstance`.
+"""Protocols of models beyond `forward`. A model implements those that it supports; callers check with `isinstance`.
 
     protocol           asked by                                          without it
-    Pipelined          pipeline, mesh (pp), serving                      its forward is traced, or it is not cut
+    Pipelined          pipeline, mesh (pp), serving                      its forward is traced, or it is not split
     TensorSharded      tensor, mesh (tp)                                 refused
     SequenceSharded    mesh (cp)                                         refused
     Recomputable       training.gradient_checkpointing, plan --memory    a warning
@@ -10,7 +10,7 @@
     Ragged             serving                                           refused
     WithOutputLayer    training.optimizer: muon                          its last linear layer is taken for the output layer
 
-`DecoderConfig` is the shape of a model that is found by name (`registry.py`).
+`DecoderConfig` is the configuration of a model of `registry.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Pipelined(Protocol):
-    """A model that can be cut into stages of consecutive layers."""
+    """A model that can be split into stages of consecutive layers."""
 
     @property
     def num_layers(self) -> int: ...
@@ -44,11 +44,11 @@ class WithOutputLayer(Protocol):
 
     @property
     def output_layer(self) -> nn.Module | None:
-        """Return the layer, or None where its weight is the embedding's."""
+        """Return the layer, or None if its weight is tied to the embedding."""
 
 
 class TensorStyles(TypedDict):
-    """How the modules of a model are shared out; names are patterns, as in `blocks.*.mlp.up`."""
+    """How the modules of a model are sharded; names are patterns such as `blocks.*.mlp.up`."""
 
     styles: Mapping[str, str]  # module -> style; `gpt_tensor.py` lists them
     fused: Mapping[str, Sequence[int]]  # module -> rows of each of the projections that it joins
@@ -57,7 +57,7 @@ class TensorStyles(TypedDict):
 
 @runtime_checkable
 class TensorSharded(Protocol):
-    """A model of which every layer can be shared out among ranks."""
+    """A model whose layers can all be sharded over ranks."""
 
     def tensor_styles(self) -> TensorStyles: ...
 
@@ -81,14 +81,14 @@ class SequenceSharded(Protocol):
 
 @runtime_checkable
 class Recomputable(Protocol):
-    """A module that recomputes its activations in the backward pass where `gradient_checkpointing` is True."""
+    """A module that recomputes its activations in the backward pass if `gradient_checkpointing` is True."""
 
     gradient_checkpointing: bool
 
 
 @runtime_checkable
 class CompiledByBlock(Protocol):
-    """A deep model whose loss can be compiled as one block that serves for all, and the head."""
+    """A deep model whose loss can be compiled by region: one block, used for all, and the head."""
 
     by_region: bool  # True behind `compile_blocks`
 
@@ -118,7 +118,7 @@ class Generative(Protocol):
 
 
 class CachedPiece(Protocol):
-    """`count` tokens of a sequence, behind `start` others whose keys and values the cache has."""
+    """`count` tokens of a sequence, after `start` others whose keys and values are in the cache."""
 
     @property
     def start(self) -> int: ...
@@ -143,9 +143,9 @@ class Ragged(Protocol):
 
 
 class DecoderConfig(Protocol):
-    """The shape of a decoder: a frozen dataclass of numbers, flags and words, which raises ValueError for what cannot be.
+    """A decoder's configuration: a frozen dataclass of numbers, flags and strings that raises ValueError if it is invalid.
 
-    Parameters are named as `parts.py` says, so that a part of a model can be read without making one.
+    Parameters are named as in `parts.py`, so that a part of a model can be read without building one.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -175,4 +175,4 @@ class DecoderConfig(Protocol):
         """Return names and shapes of all parameters, in the model's order."""
 
     def cuts(self, name: str) -> list[int]:
-        """Return how many rows of a parameter belong to each of the projections that it joins."""
+        """Return the number of rows of each projection that a parameter concatenates."""

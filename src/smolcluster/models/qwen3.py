@@ -1,6 +1,6 @@
 """Qwen3: Llama's parts, an RMSNorm over each query and key head, and heads of any width.
 
-These are two options of the decoder in `gpt.py`, so there is no second decoder: what is new is the shape and the names.
+Both are options of the decoder in `gpt.py`; only configuration and names are new here.
 
 Qwen Team, "Qwen3 technical report", 2025; Dehghani et al., "Scaling vision transformers to 22 billion parameters", 2023
 (norms over queries and keys).
@@ -18,7 +18,7 @@ from smolcluster.models.gpt_names import LLAMA_DEFAULTS, LLAMA_GGUF, LLAMA_KEYS,
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(GPTConfig):
-    """The shape of a Qwen3."""
+    """The configuration of a Qwen3."""
 
     qk_norm: ClassVar[bool] = True
 

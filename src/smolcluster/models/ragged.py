@@ -1,4 +1,4 @@
-"""Blocks over a ragged batch: pieces of many sequences, of unlike length, with all their tokens laid flat.
+"""Run blocks on a ragged batch: pieces of many sequences, of different lengths, with all tokens concatenated.
 
     piece                                      start   count      x_ND
     a chunk in the middle of a long prompt       500       4      a
@@ -9,8 +9,8 @@
     they run once over all N.                                     c
     Attention runs piece by piece, each on its own cache.         c
 
-Of the ways to attend, the loop over pieces is the quickest on a CPU: it reads what is there and nothing else. Padding to one
-length under a mask reads up to the longest for each, and moving the caches together for it costs more than it saves.
+A loop over pieces is the fastest way to attend on a CPU: it reads only existing tokens. Padding with a mask reads up to the
+longest length for every piece, and copying the caches together for it costs more than it saves.
 
 Shapes as in `gpt.py`, and: N tokens of all pieces, L layers, R tokens that a cache has room for, G = H/K.
 """
@@ -64,9 +64,9 @@ def run_pieces(
 
 
 class Passage:
-    """One piece on its way through the layers.
+    """One piece, with views of its cache.
 
-    The views of the cache are made for all layers at once: for a single token the calls cost as much as the numbers.
+    The views are made for all layers at once: for a single token these calls cost as much as the arithmetic.
     """
 
     def __init__(self, piece: CachedPiece, *, dtype: torch.dtype) -> None:

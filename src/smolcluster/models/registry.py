@@ -22,30 +22,30 @@ MOST_SIZE = 1 << 31  # of any length in the shape of a model
 
 
 def architecture_of(config: DecoderConfig) -> Architecture:
-    """Return the architecture that a shape is one of."""
+    """Return the architecture of a configuration."""
     return next(one for one in ARCHITECTURES.values() if one.config is type(config))
 
 
 def build(config: DecoderConfig) -> nn.Module:
-    """Make a model of this shape, with fresh weights."""
+    """Make a model of this configuration, with new weights."""
     module, _, name = architecture_of(config).model.partition(":")
     model: nn.Module = getattr(importlib.import_module(module), name)(config)
     return model
 
 
 def fields_of(kind: type[DecoderConfig]) -> dict[str, Any]:
-    """Return the fields that a shape is made of, with their types. Others are fixed by the architecture."""
+    """Return the fields of a configuration with their types, except those that the architecture fixes."""
     types = typing.get_type_hints(kind)
     return {field.name: types[field.name] for field in dataclasses.fields(kind) if field.init}
 
 
 def to_plain(config: DecoderConfig) -> dict[str, Any]:
-    """Return the values that `from_plain` makes an equal shape of."""
+    """Return the values from which `from_plain` makes an equal configuration."""
     return {name: getattr(config, name) for name in fields_of(type(config))}
 
 
 def from_plain(name: str, values: Mapping[str, Any]) -> DecoderConfig:
-    """Make a shape of values from elsewhere, all of them given. Raises ValueError for anything that is none."""
+    """Make a configuration from untrusted values, all of them given. Raises ValueError for invalid ones."""
     if name not in ARCHITECTURES:
         raise ValueError(f"the architecture {name[:40]!r} is not known here; known: {', '.join(ARCHITECTURES)}")
     kind = ARCHITECTURES[name].config

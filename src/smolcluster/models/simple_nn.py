@@ -20,7 +20,7 @@ class SimpleNN(nn.Module):
         self.out = nn.Linear(hidden, out)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape (batch, out). Each sample may have any shape that holds `input_dim` numbers."""
+        """Return logits of shape (batch, out). Each sample may have any shape with `input_dim` elements."""
         flat = images.flatten(1)
         if flat.size(1) != self.input_dim:
             found = f"a sample of shape {tuple(images.shape[1:])} holds {flat.size(1)} numbers"

@@ -1,7 +1,7 @@
-"""What is trained: a model, its loss and its data.
+"""The interface of a task: a model, its loss and its data.
 
-A user's own task is a subclass in a file of theirs, started with `smolcluster train my_task.py:MyTask`. Three methods are
-enough; the rest have defaults. A task says nothing about how many machines there are.
+A user's own task is a subclass in their own file, started with `smolcluster train my_task.py:MyTask`. Three methods are
+required; the rest have defaults. A task does not depend on the number of machines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smolcluster.errors import UserError
 class Task(ABC):
     """Subclass this. `self.config` is the resolved configuration."""
 
-    tokens_per_sample: int = 0  # for throughput; 0 where samples are not made of tokens
+    tokens_per_sample: int = 0  # for throughput; 0 if samples are not tokens
     perplexity: bool = False  # report exp(val_loss)
     quick_check: bool = True  # run a batch, an evaluation and the sample before step 1, to find mistakes
 
@@ -34,48 +34,49 @@ class Task(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A new model with fresh weights. The random generator is already seeded, alike on every worker."""
+        """Return a new model. The random generator is already seeded, the same on every worker."""
 
     @abstractmethod
     def train_data(self) -> Any:
-        """Anything with `__len__` and `__getitem__`, or with `__len__` and `batch(indices)`, or a tuple of tensors."""
+        """Return an object with `__len__` and `__getitem__` or `batch(indices)`, or a tuple of tensors."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean loss over the batch: over its samples, or over what `count` counts."""
+        """Return the mean loss over the batch: over its samples, or over the targets that `count` counts."""
 
     def val_data(self) -> Any | None:
-        """Like `train_data`; None means no evaluation."""
+        """Return the validation data, like `train_data`; None: no evaluation."""
         return None
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Means over a validation batch, by name: "loss", and any others, such as "accuracy"."""
+        """Return means over a validation batch by name: "loss", and any others, such as "accuracy"."""
         return {"loss": self.loss(model, batch)}
 
     def count(self, batch: Any) -> float | Tensor | None:
-        """Return what the mean of `loss` divides by: how many targets of this batch count. None: its samples, all alike.
+        """Return the denominator of `loss`'s mean: how many targets of this batch count. None: its number of samples.
 
         By default the entries of `targets` that are not -100. Parts of a step are weighted by it, so that the loss of a step is
-        the mean over all that counts in it, however it is divided. It depends on the batch alone, and is always None or never.
+        the mean over all its counted targets, however it is divided. It must depend on the batch alone, and be None always or
+        never.
         """
         targets = self.targets(batch)
         return None if targets is None else (targets != -100).sum()
 
     def targets(self, batch: Any) -> Tensor | None:
-        """Return what the mean of `loss` is taken over: the entries that are not -100. None: everything counts alike."""
+        """Return the targets of `loss`, of which entries equal to -100 are ignored. None: all samples count alike."""
         return None
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """By default what `training.optimizer` says. Learning rates follow the schedule, in their ratio to learning_rate."""
+        """Return the optimizer, by default that of `training.optimizer`. The schedule scales its learning rates."""
         return make_optimizer(model, self.config.training)
 
     def sample(self, model: nn.Module) -> tuple[str, str] | None:
-        """A prompt and what the trained model makes of it, shown at the end."""
+        """Return a prompt and the trained model's continuation, shown at the end."""
         return None
 
 
 def count_of(task: Task, batch: Any) -> float | None:
-    """What `task.count` returns, as a number that can be used; raises UserError where it cannot."""
+    """Return `task.count` as a finite number >= 0, or None. Raises UserError for other values."""
     counted = task.count(batch)
     if counted is None:
         return None
@@ -84,5 +85,7 @@ def count_of(task: Task, batch: Any) -> float | None:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not math.isfinite(number) or number < 0:
-        raise UserError(f"count() of {task.name} must return how many targets count, or None, not {counted!r:.80}")
+        raise UserError(
+            f"count() of {task.name} must return the number of targets that count, or None, not {counted!r:.80}"
+        )
     return number

@@ -1,4 +1,4 @@
-"""From a configuration to a `Task`."""
+"""Find the `Task` of a configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smolcluster.tasks.base import Task
 
 
 def find_task(config: Config, *, progress: Progress | None = None) -> Task:
-    """The user's own task if one is named; otherwise by the data: MNIST is classified, text is continued."""
+    """Return the user's own task if one is named; otherwise by the data: classification of MNIST, or language modelling."""
     if config.task is not None:
         return load_task_class(config.task)(config)
     if config.data.name == "mnist":
@@ -33,7 +33,7 @@ def find_task(config: Config, *, progress: Progress | None = None) -> Task:
 
 
 def load_task_class(spec: str) -> type[Task]:
-    """`path/to/file.py:ClassName`; the class may be left out when the file has just one task."""
+    """Import `path/to/file.py:ClassName`; the class may be omitted if the file has only one task."""
     path_text, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
     path = Path(path_text)
     if not path.is_file():

@@ -59,7 +59,7 @@ class GPTTask(Task):
         return next_token_loss(model(tokens_BT), targets_BT)
 
     def count(self, batch: Any) -> float | Tensor | None:
-        """None for the text itself, of which every token counts; a subclass with data of its own may mask some."""
+        """Return None for plain text, where every token counts; a subclass with its own data may mask some."""
         own = type(self)
         if own.train_data is GPTTask.train_data and own.val_data is GPTTask.val_data:
             return None

@@ -17,7 +17,7 @@ from smolcluster.tasks.base import Task
 
 
 class Classification(Task):
-    """Cross entropy and accuracy for a model that gives one logit per class. A base for tasks of this kind."""
+    """Base of classification tasks: cross entropy and accuracy for a model with one logit per class."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, labels = batch

@@ -1,16 +1,16 @@
-"""How gradients are encoded on the wire.
+"""Codecs: encode gradients as bytes.
 
     codec = make_codec("topk", fraction=0.01)
-    packer = Packer([("weight", (512, 128)), ("bias", (512,))], codec)      one bucket, alike at both ends
+    packer = Packer([("weight", (512, 128)), ("bias", (512,))], codec)      one bucket, the same at both ends
 
     feedback = Feedback() if codec.feedback else None                        the sender's, for all its buckets
-    payload = packer.encode(gradients, key=step, feedback=feedback)          uint8, always packer.nbytes
-    ... sent, and taken ...
-    feedback.commit()                                                        or undo(), if it was refused
+    payload = packer.encode(gradients, key=step, feedback=feedback)          uint8, packer.nbytes or fewer if bounded
+    ... send ...
+    feedback.commit()                                                        or undo(), if it was rejected
 
     packer.decode(payload, gradients)                                        the receiver
 
-`base.py` has the interface; one file per family has its method, bounds and bytes. docs/codecs.md compares them.
+`base.py` has the interface; each family's file documents method, error bounds and bytes. docs/codecs.md compares them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["CODECS", "Codec", "CodecError", "Feedback", "Packer", "chosen_codec"
 
 
 def make_codec(name: str, **options: Any) -> Codec:
-    """A codec by name. Raises UserError for a name, an option or a value that does not exist."""
+    """Make a codec by name. Raises UserError for an unknown name or option, or an invalid value."""
     if name not in CODECS:
         raise unknown_name("codec", name, CODECS)
     codec = CODECS[name]
@@ -48,7 +48,7 @@ def make_codec(name: str, **options: Any) -> Codec:
 
 
 def chosen_codec(options: CodecOptions) -> Codec:
-    """The codec that a strategy's options ask for."""
+    """Make the codec that a strategy's options select."""
     name = "int8" if options.use_quantization else options.codec
     extra: dict[str, dict[str, Any]] = {
         "topk": {"fraction": options.codec_fraction},

@@ -1,9 +1,9 @@
-"""The interface of a codec, and what all of them share: the checks, and numbers laid down as bytes.
+"""The interface of a codec, and helpers that codecs share.
 
-A codec turns one float32 tensor into bytes and back. How many bytes is known from the shape alone, or for a `bounded` codec how
-many at most, so a receiver checks a length before it allocates. Numbers are little-endian and may lie at any offset.
+A codec turns one float32 tensor into bytes and back. The number of bytes (for a `bounded` codec its maximum) follows from the
+shape alone, so a receiver checks it before it allocates. Numbers are little-endian and may be unaligned.
 
-Lossy codecs carry finite numbers only: `encode` refuses the others, and so does `decode`, wherever the bytes came from.
+Lossy codecs carry only finite numbers: `encode` and `decode` raise CodecError for others.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch import Tensor
 
 from smolcluster.errors import SmolclusterError, UserError, suggest
 
-# How the numbers that a codec keeps may be stored.
+# Dtypes for the values that a codec keeps.
 VALUES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class CodecError(SmolclusterError):
-    """A tensor that a codec cannot carry, or bytes that no encoder made."""
+    """A tensor cannot be encoded, or bytes cannot be decoded."""
 
 
 class Codec(ABC):
-    """Encodes float32 tensors as bytes. Has no memory of its own: what a sender keeps between steps is in `state`."""
+    """Encodes float32 tensors as bytes. Stateless: what a sender keeps between steps is in `state`."""
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
-    bounded: ClassVar[bool] = False  # a tensor takes at most `nbytes`, and what it takes follows from its bytes
+    bounded: ClassVar[bool] = False  # a tensor takes at most `nbytes`; how many follows from its bytes
     limit: ClassVar[float] = torch.finfo(torch.float32).max  # the largest magnitude a lossy codec carries
 
     @property
     def feedback(self) -> bool:
-        """Does training with it need error feedback? Yes where the expected decoded tensor is not the tensor."""
+        """Whether training needs error feedback: True if the codec is biased."""
         return False
 
     @abstractmethod
@@ -45,18 +45,18 @@ class Codec(ABC):
         """Bytes of an encoded tensor of this shape."""
 
     def encode(self, tensor: Tensor, out: Tensor, *, key: int = 0, state: dict[str, Tensor] | None = None) -> int:
-        """Write `tensor`, of any float type, into `out`, which has `nbytes` of uint8. Return how many were used.
+        """Encode `tensor`, of any float dtype, into `out`, which has `nbytes` of uint8. Returns the bytes used.
 
-        A pure function of tensor, key and state. `key` seeds what is random. `state` is what the sender keeps for this tensor
-        from step to step: entries are replaced, tensors in it are never changed. Raises CodecError for a number that it cannot
-        carry; `out` is then of no use, and `state` is as it was.
+        A pure function of tensor, key and state. `key` is the random seed. `state` is the sender's state of this tensor:
+        entries are replaced, tensors in it never modified. Raises CodecError for a value that cannot be encoded; `out` is then
+        undefined and `state` unchanged.
         """
         if not tensor.is_floating_point():
             raise ValueError(f"codec {self.name} encodes floating point numbers, not {tensor.dtype}")
         if out.dtype != torch.uint8 or out.shape != (self.nbytes(tensor.shape),) or not out.is_contiguous():
             raise ValueError(
-                f"codec {self.name} writes a tensor of shape {tuple(tensor.shape)} into {self.nbytes(tensor.shape)} bytes in a "
-                f"row, not into {tuple(out.shape)} of {out.dtype}"
+                f"codec {self.name} needs {self.nbytes(tensor.shape)} contiguous bytes for a tensor of shape "
+                f"{tuple(tensor.shape)}, not {tuple(out.shape)} of {out.dtype}"
             )
         source = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
         if source.numel() == 0:
@@ -67,17 +67,17 @@ class Codec(ABC):
         return len(out) if used is None else used
 
     def decode(self, data: Tensor, out: Tensor) -> int:
-        """Overwrite `out`, which is float32, with the tensor that `data` begins with. Return how many bytes it took.
+        """Decode the tensor at the start of `data` into `out`, which is float32. Returns the bytes it took.
 
-        Raises CodecError for data that `encode` cannot have made: of another length, with impossible indices, not finite.
+        Raises CodecError for invalid data: another length, invalid indices, values that are not finite.
         """
         if out.dtype != torch.float32:
             raise ValueError(f"codec {self.name} decodes into float32, not {out.dtype}")
         nbytes = self.nbytes(out.shape)
         if data.dtype != torch.uint8 or data.ndim != 1 or (len(data) != nbytes and not self.bounded):
             raise CodecError(
-                f"{tuple(data.shape)} of {data.dtype} is not a tensor of shape {tuple(out.shape)} as {self.name}: that "
-                f"has {nbytes} bytes"
+                f"{tuple(data.shape)} of {data.dtype} is not a {self.name} payload of shape {tuple(out.shape)}, which has "
+                f"{nbytes} bytes"
             )
         if out.numel() == 0:
             return 0
@@ -91,18 +91,18 @@ class Codec(ABC):
 
     @abstractmethod
     def _encode(self, source: Tensor, out: Tensor, *, key: int, state: dict[str, Tensor]) -> int | None:
-        """`source` is float32, contiguous, not empty, and within `limit` unless the codec is lossless.
+        """Encode. `source` is float32, contiguous, not empty, and within `limit` unless the codec is lossless.
 
-        Return how many bytes were used; None: all of `out`.
+        Returns the bytes used; None: all of `out`.
         """
 
     @abstractmethod
     def _decode(self, data: Tensor, target: Tensor) -> int | None:
-        """`data` has the right length, or what may be another's behind it; `target` is contiguous and not empty."""
+        """Decode. `data` has the right length, or for a bounded codec more; `target` is contiguous and not empty."""
 
 
 def check_magnitude(tensor: Tensor, *, limit: float, name: str) -> None:
-    """Raise CodecError unless every number is finite and within the limit. One pass over the tensor."""
+    """Raise CodecError unless every value is finite and within the limit. One pass over the tensor."""
     low, high = torch.aminmax(tensor)
     largest = float(torch.maximum(-low, high))
     if not math.isfinite(largest):
@@ -114,26 +114,26 @@ def check_magnitude(tensor: Tensor, *, limit: float, name: str) -> None:
 
 
 def numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers of this type: a view, or a copy where they do not lie on its boundaries."""
+    """View bytes as numbers of this dtype; copies them if they are not aligned."""
     size = dtype.itemsize
     aligned = data.storage_offset() % size == 0 and data.data_ptr() % size == 0
     return (data if aligned else data.clone()).view(dtype)
 
 
 def store(values: Tensor, out: Tensor, *, dtype: torch.dtype) -> None:
-    """Write float32 values as numbers of this type. Raises CodecError where one of them is infinite, or becomes so."""
+    """Write float32 values as numbers of this dtype. Raises CodecError if one of them is or becomes infinite."""
     narrow = values.to(dtype).contiguous()
     check_magnitude(narrow, limit=math.inf, name=str(dtype).removeprefix("torch."))
     out.copy_(narrow.view(-1).view(torch.uint8))
 
 
 def random_words(key: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """64 random bits each; NumPy promises that raw Philox words are the same on every platform and version."""
+    """Return random words of 64 bits. NumPy guarantees raw Philox words on every platform and version."""
     return np.random.Philox(key=key).random_raw(count)
 
 
 def generator(key: int) -> np.random.Generator:
-    """For what only the sender draws."""
+    """Return a generator for draws that only the sender makes."""
     return np.random.Generator(np.random.Philox(key=key))
 
 

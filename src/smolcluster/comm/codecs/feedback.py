@@ -1,11 +1,11 @@
-"""Error feedback: what a lossy codec left out of one step is added to the next.
+"""Error feedback: the encoding error of one step is added to the next.
 
     e = g + decay r
     payload = encode(e)
     r = e - decode(payload)
 
-So with decay 1 the decoded gradients of T steps sum to the true ones less r, whatever the codec does, and r stays bounded where
-the codec is a contraction (topk, randk, int8, powersgd: the bounds in their files).
+With decay 1 the decoded gradients of T steps sum to the true ones minus r, for any codec, and r stays bounded if the codec is a
+contraction (topk, randk, int8, powersgd: the bounds in their files).
 
 Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech DNNs",
 2014. Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
@@ -26,18 +26,18 @@ RESIDUAL = "residual"
 
 @dataclass(slots=True)
 class Memory:
-    """What a sender keeps of one tensor."""
+    """A sender's state of one tensor."""
 
     residual: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)  # the codec's own
 
 
 class Feedback:
-    """A sender's memory of every tensor, by name. Tensors in it are replaced at every step, never changed; so is the mapping
-    `memories`, and one that was kept can be put back.
+    """A sender's state of every tensor, by name. Tensors are replaced at every step, never modified, and so is the mapping
+    `memories`: a caller may keep one and restore it.
 
-    A payload that was refused, or is encoded anew, must leave no trace: `undo` takes the last encoding of every tensor back,
-    `commit` makes it final. Encoding a tensor again without either makes the one before it final.
+    For a payload that is rejected or encoded again, `undo` rolls back the last encoding of every tensor; `commit` makes it
+    final. Encoding a tensor again without either makes the previous encoding final.
     """
 
     def __init__(self, *, decay: float = 1.0) -> None:
@@ -47,7 +47,7 @@ class Feedback:
         self._before: dict[str, Memory | None] = {}
 
     def add(self, name: str, gradient: Tensor) -> Memory:
-        """g + r, in memory of its own, and the codec's state. Nothing is kept until it is given to `keep`."""
+        """Return g + r in new memory, and the codec's state. Nothing changes until `keep`."""
         gradient = gradient.detach().to(device="cpu", dtype=torch.float32)
         memory = self.memories.get(name)
         if memory is None:
@@ -61,33 +61,33 @@ class Feedback:
         return Memory(residual, dict(memory.state))
 
     def keep(self, memories: Mapping[str, Memory]) -> None:
-        """After an encoding: each residual is now what the payload left out."""
+        """Store the memories after an encoding; each residual is now the encoding error."""
         self._before |= {name: self.memories.get(name) for name in memories}
         self.memories = {**self.memories, **memories}
 
     def scratch(self, shape: torch.Size) -> Tensor:
-        """Return memory to decode a tensor into; it is the next one's too."""
+        """Return a buffer to decode a tensor into, shared by all tensors."""
         if self._decoded.numel() < shape.numel():
             self._decoded = torch.empty(shape.numel())
         return self._decoded[: shape.numel()].view(shape)
 
     def commit(self) -> None:
-        """What was encoded has been taken."""
+        """Make all encodings final."""
         self._before.clear()
 
     def undo(self) -> None:
-        """What was encoded since the last commit was not taken: as if it had not been."""
+        """Roll back all encodings since the last commit."""
         memories = {**self.memories, **self._before}
         self.memories = {name: memory for name, memory in memories.items() if memory is not None}
         self._before.clear()
 
     def state_dict(self, *, committed: bool = False) -> dict[str, Tensor]:
-        """`residual/<name>` and `<state>/<name>`; not copied. With `committed` as `undo` would leave it."""
+        """Return `residual/<name>` and `<state>/<name>`, not copied. `committed`: the state after an `undo`."""
         memories = {**self.memories, **self._before} if committed else self.memories
         return tensors_of({name: memory for name, memory in memories.items() if memory is not None})
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace everything by what `state_dict` gave."""
+        """Replace everything by a `state_dict`."""
         states: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
@@ -100,7 +100,7 @@ class Feedback:
 
 
 def tensors_of(memories: Mapping[str, Memory]) -> dict[str, Tensor]:
-    """Return what `Feedback.load_state_dict` takes; not copied."""
+    """Return memories in the form of `Feedback.state_dict`, not copied."""
     tensors = {}
     for name, memory in memories.items():
         tensors[f"{RESIDUAL}/{name}"] = memory.residual
@@ -109,5 +109,5 @@ def tensors_of(memories: Mapping[str, Memory]) -> dict[str, Tensor]:
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those whose names begin with this, without it."""
+    """Return the tensors whose names start with the prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Several tensors as one payload: each one encoded, one after the other, in a fixed order."""
+"""Several tensors as one payload: their encodings in a fixed order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from smolcluster.comm.codecs.base import Codec, CodecError
 from smolcluster.comm.codecs.feedback import Feedback, Memory
 
-# Neighbouring keys come to lie far apart, with room for the tensors of a bucket between them.
+# Spreads consecutive keys far apart, with room for the tensors of a bucket in between.
 ODD = 0x9E3779B97F4A7C15
 
 
 class Packer:
-    """The bytes of a bucket: `nbytes`, or at most that many where the codec is bounded. Both ends make the same one."""
+    """Encodes a bucket in `nbytes` (at most, if the codec is bounded). Both ends make the same packer."""
 
     def __init__(self, layout: Sequence[tuple[str, tuple[int, ...]]], codec: Codec) -> None:
         self.codec = codec
@@ -29,10 +29,10 @@ class Packer:
     def encode(
         self, tensors: Sequence[Tensor], out: Tensor | None = None, *, key: int, feedback: Feedback | None = None
     ) -> Tensor:
-        """Return the payload, in `out` or in new memory. `key` seeds what is random: another for every step.
+        """Return the payload, in `out` or in new memory. `key`: random seed, different for every step.
 
-        A single contiguous tensor as fp32, without `out`, is not copied: the payload is a view of it.
-        Raises CodecError, with the tensor's name, for one that the codec cannot carry; `feedback` is then as it was.
+        A single contiguous fp32 tensor without `out` is not copied: the payload is a view of it.
+        Raises CodecError, with the tensor's name, if a tensor cannot be encoded; `feedback` is then unchanged.
         """
         self._check_shapes(tensors)
         if out is None and self.codec.lossless and len(tensors) == 1 and _is_plain(tensors[0]):
@@ -40,7 +40,7 @@ class Packer:
         if out is None:
             out = torch.empty(self.nbytes, dtype=torch.uint8)
         if out.shape != (self.nbytes,):
-            raise ValueError(f"the payload has {self.nbytes} bytes, its place {tuple(out.shape)}")
+            raise ValueError(f"the payload needs {self.nbytes} bytes, the buffer has shape {tuple(out.shape)}")
         memories: dict[str, Memory] = {}
         end = 0
         for index, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
@@ -59,9 +59,9 @@ class Packer:
         return out[:end]
 
     def decode(self, data: Tensor, outs: Sequence[Tensor], *, padded: bool = False) -> None:
-        """Overwrite `outs`. Raises CodecError for data that cannot be a payload; `outs` are then undefined.
+        """Decode into `outs`. Raises CodecError for invalid data; `outs` are then undefined.
 
-        `padded`: the payload of a bounded codec may have more behind it, up to `nbytes`.
+        `padded`: the payload of a bounded codec may be followed by padding, up to `nbytes`.
         """
         self._check_shapes(outs)
         fits = data.ndim == 1 and (len(data) == self.nbytes or (self.codec.bounded and len(data) < self.nbytes))
@@ -79,7 +79,7 @@ class Packer:
     def _encode_rest(
         self, feedback: Feedback, name: str, gradient: Tensor, part: Tensor, *, key: int
     ) -> tuple[Memory, int]:
-        """Encode g + r; what remains is the new residual. Return it, and how many bytes were used."""
+        """Encode g + r. Returns the memory with the new residual, and the bytes used."""
         memory = feedback.add(name, gradient)
         wanted = memory.residual
         used = self.codec.encode(wanted, part, key=key, state=memory.state)

@@ -117,7 +117,7 @@ class RandK(_Sparse):
 
 
 def largest(flat: Tensor, kept: int) -> Places:
-    """The places of the `kept` numbers of largest magnitude, in order; among equals, the first."""
+    """Return the indices of the `kept` values of largest magnitude, ascending; among equals, the first."""
     magnitudes = flat.abs().numpy()
     threshold = np.partition(magnitudes, len(magnitudes) - kept)[len(magnitudes) - kept]
     places = np.flatnonzero(magnitudes >= threshold)
@@ -129,7 +129,7 @@ def largest(flat: Tensor, kept: int) -> Places:
 
 
 def draw_places(key: int, kept: int, count: int) -> tuple[Places, Places]:
-    """One place of each of `kept` stretches of nearly equal length, and those lengths."""
+    """Draw one index from each of `kept` stretches of nearly equal length. Returns indices and lengths."""
     bounds = np.arange(kept + 1, dtype=np.int64) * count // kept
     lengths = np.diff(bounds)
     return bounds[:-1] + (random_words(key, kept) % lengths.astype(np.uint64)).astype(np.int64), lengths
@@ -140,7 +140,7 @@ def places_nbytes(kept: int, count: int) -> int:
 
 
 def pack_places(places: Places, count: int) -> npt.NDArray[np.uint8]:
-    """Increasing places below `count` as bytes; how many depends on `len(places)` and `count` alone."""
+    """Encode ascending indices below `count`. The size depends only on `len(places)` and `count`."""
     if len(places) == count:
         return np.empty(0, dtype=np.uint8)
     nbytes, low_bytes = _cheapest(len(places), count)
@@ -151,7 +151,7 @@ def pack_places(places: Places, count: int) -> npt.NDArray[np.uint8]:
 
 
 def unpack_places(data: npt.NDArray[np.uint8], kept: int, count: int) -> Places:
-    """What `pack_places` was given. Raises CodecError unless it is `kept` increasing places below `count`."""
+    """Undo `pack_places`. Raises CodecError unless the result is `kept` ascending indices below `count`."""
     if kept == count:
         return np.arange(count, dtype=np.int64)
     _, low_bytes = _cheapest(kept, count)
@@ -168,5 +168,5 @@ def unpack_places(data: npt.NDArray[np.uint8], kept: int, count: int) -> Places:
 
 
 def _cheapest(kept: int, count: int) -> tuple[int, int]:
-    """The fewest bytes for `kept` of `count` places, and how many low bytes each place then has."""
+    """Return the smallest size for `kept` of `count` indices, and the number of low bytes per index for it."""
     return min((kept * low + -(-(kept + (count - 1 >> 8 * low)) // 8), low) for low in range(5))

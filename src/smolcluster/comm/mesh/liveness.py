@@ -1,8 +1,8 @@
-"""Ranks that nobody watches watch each other: who is lost is named, and nobody waits for it for long.
+"""Failure detection between ranks that have no launcher: name the lost rank, and end the others soon.
 
-A backend sees a connection close and does not know whose it was; of a machine that is cut off it sees nothing, and waits for
-minutes. So every rank is a member of a heartbeat roster (heartbeats.py) that rank 0 serves. A rank that dies is missed at once,
-one that is cut off after SILENT_S. A rank that still waits for it then, deep in a backend, is ended GRACE_S later.
+A backend sees a closed connection but not whose it was; for a machine that is cut off it waits for minutes. So every rank is
+a member of a heartbeat roster (heartbeats.py) that rank 0 serves. A dead rank is detected at once, one that is cut off
+after SILENT_S. A rank that is then still blocked in a backend is ended after GRACE_S.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from smolcluster.comm.elastic.membership.heartbeats import (
 from smolcluster.comm.group import Group, gather_json
 from smolcluster.errors import UserError
 
-SILENT_S = 30.0  # longer than anything that keeps a rank's own threads from running
-GRACE_S = 1.5  # for the backend to notice by itself, so that the rank can end in order
+SILENT_S = 30.0  # longer than any pause of a rank's own threads
+GRACE_S = 1.5  # for the backend to raise by itself, so that the rank can shut down properly
 GATHER_S = 20.0
 
 
-class Watch:
-    """One rank's membership. `on_lost` is called at most once, on another thread, with a sentence that names who."""
+class LivenessMonitor:
+    """One rank's membership. `on_lost` is called at most once, on another thread, with the names of the lost ranks."""
 
     def __init__(self, group: Group, host: str, *, name: str, on_lost: Callable[[str], None]) -> None:
-        """Every rank of the group calls this. `host` is where rank 0 can be reached, `name` this rank's machine.
+        """Every rank of the group calls this. `host`: the address of rank 0; `name`: of this rank's machine.
 
-        OSError when rank 0 cannot listen there, or does not answer.
+        Raises OSError if rank 0 cannot listen there or does not answer.
         """
         self._host, self._on_lost = host, on_lost
-        self._ended = threading.Lock()  # taken by the one that ends the process: the rank itself, or the watch
+        self._ended = threading.Lock()  # held by what ends the process: the rank itself or this monitor
         self._done = False
         self._server: MembershipServer | None = None
         secret, address, problem = secrets.token_bytes(16), "", ""
@@ -43,49 +43,49 @@ class Watch:
             try:
                 self._server = MembershipServer(host, 0, silent_s=SILENT_S, secret=secret)
                 address = self._server.address
-            except UserError as error:  # every rank has to know
+            except UserError as error:  # sent to every rank
                 problem = str(error)
-        said = gather_json(group, [address, secret.hex(), problem])[0]  # over the group: nobody else has the secret
+        said = gather_json(group, [address, secret.hex(), problem])[0]  # the secret goes over the group only
         if said[2]:
             raise OSError(said[2])
         fields = {"rank": group.rank, "name": name}
         self._client = MembershipClient(said[0], fields, silent_s=SILENT_S, secret=bytes.fromhex(said[1]))
         if not self._client.wait(lambda: self._client.number >= 0, within_s=GATHER_S):
             self.leave()
-            raise OSError(f"nobody answers at {said[0]}: {self._client.refusal or self._client.problem}")
+            raise OSError(f"no answer from {said[0]}: {self._client.refusal or self._client.problem}")
         self._client.on_change = self._look
         self._client.wait(lambda: len(_ranks(self._client.view)) == group.size, within_s=GATHER_S)
 
     def lost(self) -> str | None:
-        """Who is, in a sentence; None while all are there, and when this rank needs them no longer."""
+        """Return which ranks are lost; None if there are none, or after `done`."""
         view, words = self._client.view, []
         if self._done:
             return None
         for number, fields in sorted(view.gone.items(), key=lambda item: _rank(item[1])):
             if not fields.get("done"):
-                words.append(_obituary(fields, view.how.get(number)))
+                words.append(_describe_loss(fields, view.how.get(number)))
         if not words and self._client.lost is not None:
             first = next((f for f in view.members.values() if _rank(f) == 0), {"rank": 0, "name": self._host})
-            words = [] if first.get("done") else [_obituary(first, self._client.lost)]
+            words = [] if first.get("done") else [_describe_loss(first, self._client.lost)]
         return "; ".join(words) or None
 
     def explain(self, reason: str) -> str:
-        """What a backend said, and who it was, as soon as that is known."""
+        """Add the names of the lost ranks to a backend's error, waiting up to GRACE_S for them."""
         self._client.wait(lambda: self.lost() is not None, within_s=GRACE_S)
         lost = self.lost()
         return reason if lost is None else f"{lost} ({reason})"
 
     def claim(self) -> bool:
-        """Whether the caller is the first to end this process."""
+        """Return whether the caller is the first to end this process."""
         return self._ended.acquire(blocking=False)
 
     def done(self) -> None:
-        """This rank has all it needs from the others."""
+        """Report that this rank needs nothing more from the others."""
         self._done = True
         self._client.say(done=True)
 
     def leave(self, words: str | None = None) -> None:
-        """End the membership. Last words reach the others first."""
+        """End the membership. `words`: an error message, sent to the other ranks first."""
         if words is not None:
             me = self._client.number
             self._client.say(words=words)
@@ -95,7 +95,7 @@ class Watch:
             self._server.close()
 
     def _look(self) -> None:
-        """After every change of the membership."""
+        """Handle a change of the roster."""
         if self.lost() is not None:
             timer = threading.Timer(GRACE_S, self._give_up)
             timer.daemon = True
@@ -116,8 +116,8 @@ def _rank(fields: Fields) -> int:
     return rank if isinstance(rank, int) else -1
 
 
-def _obituary(fields: Fields, how: str | None) -> str:
-    """`rank 2 on pi5 is gone`."""
+def _describe_loss(fields: Fields, how: str | None) -> str:
+    """Return a message such as `rank 2 on pi5 is gone`."""
     who = f"rank {_rank(fields)} on {fields.get('name')}"
     if fields.get("words"):
         return f"{who} failed: {fields['words']}"

@@ -1,8 +1,8 @@
-"""How the ranks of a fixed world find each other.
+"""Rendezvous of the ranks of a fixed world.
 
-Rank 0 holds a small key-value store on a TCP port; the others connect to it, and the backend then opens its own
-connections between all ranks. On one machine everything stays on loopback: the store gets a socket that is bound to the
-address, since torch's own listener ignores the host and takes every address of the machine.
+Rank 0 serves torch's key-value store on a TCP port; the others connect to it, and the backend then opens connections
+between all ranks. On one machine everything stays on loopback: the store gets a socket bound to the address, since torch's
+own listener ignores the host and listens on all addresses.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ if sys.platform == "linux":
 log = logging.getLogger(__name__)
 
 EXCHANGE_TIMEOUT_S = 600.0
-_LOOK_S = 0.02
-TELL_S = 3.0  # after that, log which ranks are missing
-_SAME = {"world size": "say the same --world-size on every machine"}
-_ROLL = "roll"
-_MISSING = "missing"  # in the store: a rank did not come
+_POLL_S = 0.02
+LOG_AFTER_S = 3.0  # log which ranks are missing
+_SAME = {"world size": "use the same --world-size on every machine"}
+_ROLL = "roll"  # in the store: the list of all signatures
+_MISSING = "missing"  # in the store: a rank did not join in time
 LEAVE_S = 5.0
 BACKLOG = 1024
-# Before torch 2.8 libuv's store refuses a socket that it is given; the legacy backend takes it.
+# Before torch 2.8 the libuv store does not take an open socket; the legacy backend does.
 _LIBUV_TAKES_A_SOCKET = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where a process stands in a fixed world. `master_port` 0: rank 0 takes any free port and tells it by `announce`."""
+    """A process's rank in a fixed world. `master_port` 0: rank 0 takes any free port and passes it to `announce`."""
 
     rank: int = 0
     world_size: int = 1
@@ -67,10 +67,10 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature(BackendRequest):
-    """What a rank leaves in the store for all the others."""
+    """What each rank posts in the store for the others."""
 
-    said: dict[str, str]  # must be the same for all
-    who: str = field(default_factory=lambda: secrets.token_hex(8))  # two may come with one number
+    said: dict[str, str]  # must be the same on all ranks
+    who: str = field(default_factory=lambda: secrets.token_hex(8))  # tells two processes with the same rank apart
 
 
 def connect(
@@ -82,17 +82,20 @@ def connect(
     versions: Mapping[str, str] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Group:
-    """Join the world; returns when every rank is there. `backend` is one that was asked for; else the ranks agree on one.
-    `versions` are of what must be the same on all of them. Raises PeerLost when `stop_requested` while it waits."""
+    """Join the world; returns when every rank has joined.
+
+    `backend`: the requested one; None: the ranks agree on one. `versions`: must be the same on all ranks. Raises PeerLost if
+    `stop_requested` while it waits.
+    """
     if place.world_size == 1:
         return MemoryGroup.world(1)[0]
     if is_loopback(place.master_addr):
         _stay_on_loopback()
     else:
-        _use_the_way_to(place.master_addr)
-        log.warning("torch.distributed is neither authenticated nor encrypted: use it on a network you trust")
+        _use_interface_to(place.master_addr)
+        log.warning("torch.distributed is neither authenticated nor encrypted: use it only on a trusted network")
 
-    _look_up(place, stop_requested)
+    _resolve(place, stop_requested)
     if place.rank > 0:
         _wait_for_rank_0(place, stop_requested)
     opened = _open_store(place)
@@ -112,14 +115,14 @@ def connect(
             device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:  # DistError and its kin are RuntimeErrors
-        raise PeerLost(f"the ranks did not find each other: {str(error).splitlines()[0]}") from error
+        raise PeerLost(f"the ranks could not connect to each other: {str(error).splitlines()[0]}") from error
     world = dist.group.WORLD
     assert world is not None
     return TorchGroup(world, device=device, met_at=(opened.host, opened.port))
 
 
 def _wait_for_rank_0(place: RankPlace, stop_requested: Callable[[], bool]) -> None:
-    """Wait until rank 0 listens. The store's own waiting can be neither interrupted nor reported in a sentence."""
+    """Wait until rank 0 listens. TCPStore's own wait cannot be interrupted and reports no clear error."""
     where = f"{place.master_addr}:{place.master_port}"
     began, told = time.monotonic(), False
     while True:
@@ -129,22 +132,22 @@ def _wait_for_rank_0(place: RankPlace, stop_requested: Callable[[], bool]) -> No
         waited = time.monotonic() - began
         if waited > place.join_timeout_s:
             raise UserError(
-                f"rank {place.rank} found nobody at {where} in {place.join_timeout_s:g} s "
-                "(cluster.join_timeout); is rank 0 started, with this address and port, and does a firewall let it through?"
+                f"rank {place.rank} cannot reach rank 0 at {where} after {place.join_timeout_s:g} s (cluster.join_timeout); "
+                "check that rank 0 runs with this address and port, and that no firewall blocks it"
             )
-        if waited > TELL_S and not told:
+        if waited > LOG_AFTER_S and not told:
             log.warning("waiting for rank 0 at %s", where)
             told = True
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _leave_if(stop_requested: Callable[[], bool]) -> None:
     if stop_requested():
-        raise PeerLost("interrupted while waiting for the others")
+        raise PeerLost("interrupted while waiting for the other ranks")
 
 
-def _look_up(place: RankPlace, stop_requested: Callable[[], bool] = lambda: False) -> None:
-    """A name that nobody knows gets a sentence of its own. One may become known while machines start."""
+def _resolve(place: RankPlace, stop_requested: Callable[[], bool] = lambda: False) -> None:
+    """Resolve rank 0's name, retrying: DNS may start later than this machine."""
     host, until, told = place.master_addr, time.monotonic() + place.join_timeout_s, False
     while True:
         _leave_if(stop_requested)
@@ -155,18 +158,18 @@ def _look_up(place: RankPlace, stop_requested: Callable[[], bool] = lambda: Fals
             why = getattr(error, "strerror", None) or "not a host name"
             if isinstance(error, UnicodeError) or time.monotonic() > until:
                 raise UserError(
-                    f"--master-addr {host}: this machine does not know that name ({why}); use the address of rank 0, "
+                    f"--master-addr {host}: this machine cannot resolve that name ({why}); use the address of rank 0, "
                     "such as 192.168.1.10"
                 ) from error
         if not told:
-            log.warning("--master-addr %s: no such name (%s); asking again for %g s", host, why, place.join_timeout_s)
+            log.warning("cannot resolve --master-addr %s (%s); retrying for %g s", host, why, place.join_timeout_s)
             told = True
         time.sleep(1.0)
 
 
 def _open_store(place: RankPlace) -> TCPStore:
-    """Rank 0 listens, the others connect and retry until it does."""
-    host = "127.0.0.1" if place.master_addr == "localhost" else place.master_addr  # one address for all, not also ::1
+    """Open the store: rank 0 listens, the others connect and retry."""
+    host = "127.0.0.1" if place.master_addr == "localhost" else place.master_addr  # not ::1
     where = f"{place.master_addr}:{place.master_port}"
     options: dict[str, Any] = {"is_master": False}
     port = place.master_port
@@ -185,23 +188,23 @@ def _open_store(place: RankPlace) -> TCPStore:
         if place.rank == 0:
             raise UserError(f"cannot start the rendezvous on {where}: {str(error).splitlines()[0]}") from error
         raise UserError(
-            f"rank {place.rank} found nobody at {where} in {place.join_timeout_s:g} s; "
-            "is rank 0 started, with this address and port, and does a firewall let it through?"
+            f"rank {place.rank} cannot reach rank 0 at {where} after {place.join_timeout_s:g} s; "
+            "check that rank 0 runs with this address and port, and that no firewall blocks it"
         ) from error
 
 
 def _of_this_attempt(store: TCPStore) -> Store:
-    """torchrun's own store outlives the ranks it starts again: what the former ones left there is not for these."""
+    """Return a namespace of this attempt: torchrun's store survives a restart, with the keys of the last attempt."""
     if not _torchrun_holds_the_store():
         return store
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _wait_for_all(store: Store, place: RankPlace, me: Signature, stop_requested: Callable[[], bool]) -> list[Signature]:
-    """Every rank signs in, so that those that do not come can be named. Returns what each has signed.
+    """Post this rank's signature, wait for all others, and return them. Missing ranks are named in the error.
 
-    When all are there rank 0 makes a roll of them, and a process that is not on it had come with another's number. One that is
-    started again before that takes its own place.
+    When all have signed rank 0 posts the roll. A process whose signature is not in it used the rank of another one; a process
+    that is restarted before that replaces its own signature.
     """
     keys = [f"joined/{rank}" for rank in range(place.world_size)]
     began, told = time.monotonic(), False
@@ -211,34 +214,34 @@ def _wait_for_all(store: Store, place: RankPlace, me: Signature, stop_requested:
 
     try:
         store.set(keys[place.rank], json.dumps(asdict(me)))
-        while not store.check([_ROLL]):  # a wait of the store's own would fill the terminal when it ends
+        while not store.check([_ROLL]):  # TCPStore.wait prints a stack trace at a timeout
             _leave_if(stop_requested)
             if place.rank == 0 and store.check(keys):
                 store.set(_ROLL, json.dumps([json.loads(line) for line in store.multi_get(keys)]))
                 continue
             waited = time.monotonic() - began
             if waited > place.join_timeout_s or store.check([_MISSING]):
-                missing = absent() or [0]  # it makes no roll
+                missing = absent() or [0]  # rank 0 posted no roll
                 break
-            if waited > TELL_S and not told and place.rank == 0:
+            if waited > LOG_AFTER_S and not told and place.rank == 0:
                 log.warning("waiting for %s of %d", _ranks(absent()), place.world_size)
                 told = True
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         else:
             signed = [Signature(**line) for line in json.loads(store.get(_ROLL))]
             if signed[place.rank] != me:
                 raise UserError(
-                    f"rank {place.rank} is there twice: another process, on {signed[place.rank].host}, came with that number; "
+                    f"rank {place.rank} was started twice: another process, on {signed[place.rank].host}, has that rank; "
                     "give every process a --rank of its own"
                 )
             return signed
-        store.set(_MISSING, "")  # one that came later need not wait as long again
+        store.set(_MISSING, "")  # ranks that join later need not wait for the timeout
         _leave_together(store, place, [rank for rank in range(place.world_size) if rank not in missing])
     except RuntimeError as error:
-        raise PeerLost("rank 0 went away before all ranks had met") from error
+        raise PeerLost("rank 0 was lost before all ranks had joined") from error
     where = f"{place.master_addr}:{place.master_port}" if place.master_port else place.master_addr
     raise UserError(
-        f"{_ranks(missing)} of {place.world_size} did not come to {where} "
+        f"{_ranks(missing)} of {place.world_size} did not join at {where} "
         f"within {place.join_timeout_s:g} s (cluster.join_timeout); start them with the same --master-addr and --master-port"
     )
 
@@ -252,7 +255,7 @@ def _said(place: RankPlace) -> dict[str, str]:
 
 
 def _checked(signed: Sequence[Signature], store: Store, place: RankPlace) -> str:
-    """The backend that all agree on. A mistake shows before anything is exchanged: another version may compute otherwise."""
+    """Check that versions and world size agree on all ranks, and return the backend."""
     try:
         for rank, theirs in enumerate(signed):
             for what, version in signed[0].said.items():
@@ -269,7 +272,7 @@ def _checked(signed: Sequence[Signature], store: Store, place: RankPlace) -> str
 
 
 def _leave_together(store: Store, place: RankPlace, ranks: Iterable[int]) -> None:
-    """The store goes with rank 0, which waits until these have read what they need."""
+    """Keep the store alive until these ranks have read what they need: it ends with rank 0."""
     store.set(f"read/{place.rank}", "")
     if place.rank == 0:
         with contextlib.suppress(RuntimeError):
@@ -281,14 +284,14 @@ def _torchrun_holds_the_store() -> bool:
 
 
 def _listen(host: str, port: int) -> tuple[int, dict[str, Any]]:
-    """Where the store listens, and TCPStore's options for it. A busy port is a UserError instead of a C++ stack trace.
+    """Return the store's port and TCPStore's options. A busy port raises UserError instead of a C++ stack trace.
 
-    An address is bound here. A name is left to torch, which takes every address: on its own machine a name often means
-    127.0.1.1, which no other machine can reach. On Windows torch takes no socket either.
+    An address is bound here. A name is left to torch, which listens on all addresses: on its own machine a name often
+    resolves to 127.0.1.1. On Windows torch cannot take an open socket.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with contextlib.closing(socket.socket(family)) as listener:
-        if sys.platform != "win32":  # there it would let two processes have one port
+        if sys.platform != "win32":  # there it would let two processes share the port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
@@ -299,19 +302,19 @@ def _listen(host: str, port: int) -> tuple[int, dict[str, Any]]:
                 return port, {"is_master": True, "master_listen_fd": fd, "use_libuv": _LIBUV_TAKES_A_SOCKET}
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                why = "is not an address of this machine, which has rank 0; give rank 0's address to every rank"
+                why = "is not an address of this machine, which runs rank 0; pass rank 0's address to every rank"
                 raise UserError(f"--master-addr {host} {why}") from error
             raise UserError(
                 f"--master-port {port} on {host} cannot be used: {error.strerror}; "
-                "is another run using it? Choose another with --master-port"
+                "another process may be using it; choose another with --master-port"
             ) from error
     if is_loopback(host):
-        log.warning("on Windows torch listens on every address, not on %s alone; keep port %d closed", host, port)
+        log.warning("on Windows torch listens on every address, not only %s; block port %d in the firewall", host, port)
     return port, {"is_master": True}
 
 
 def _stay_on_loopback() -> None:
-    """gloo and nccl would listen on the network; a run on one machine has no business there."""
+    """Make gloo and nccl use loopback for a run on one machine; by default they listen on the network."""
     if not hasattr(socket, "if_nameindex"):
         return
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
@@ -320,12 +323,12 @@ def _stay_on_loopback() -> None:
             os.environ.setdefault(variable, names[0])
 
 
-def _use_the_way_to(address: str) -> None:
-    """gloo would listen on the address of the host name, which on many machines is a loopback one."""
+def _use_interface_to(address: str) -> None:
+    """Make gloo use the interface that routes to rank 0. Its default is the host name's address, often a loopback one."""
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing: it only finds the way
+        probe.connect((address, 9))  # UDP: sends nothing, only chooses the route
         mine = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no IPv4 address

@@ -1,7 +1,7 @@
-"""reduce_scatter over gloo with half the bytes of torch's own.
+"""reduce_scatter over gloo with half the bytes of torch's implementation.
 
-torch sums everything on every rank and keeps a part of it. Here everybody sends each rank its part (all_to_all), and each
-adds up what came: (N-1)/N S instead of 2 (N-1)/N S, and always in the order of the ranks.
+torch all-reduces the whole tensor and keeps a part. Here every rank sends each other rank its part (all_to_all) and sums the
+received parts in rank order: (N-1)/N S bytes instead of 2 (N-1)/N S.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Summed:
-    """An exchange of parts, whose sum is taken when they are here."""
+    """Work of an all_to_all; `wait` sums the received parts."""
 
     def __init__(self, work: dist.Work, parts: Tensor, output: Tensor) -> None:
         self._work, self._parts, self._output = work, parts, output
@@ -34,7 +34,7 @@ def scatter_sum(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Sum
 
 
 class ScatterSum:
-    """The same as FSDP2 wants it (`FSDPModule.set_custom_reduce_scatter`)."""
+    """The interface of FSDP2 (`FSDPModule.set_custom_reduce_scatter`)."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
 """A group over `torch.distributed`: gloo for CPUs, nccl for GPUs, mpi where torch was built with it.
 
-Bytes are counted by the formulas in `volume.py`, those of the algorithms these backends use.
+Bytes are counted by the formulas in `volume.py`.
 
-torch.distributed neither authenticates nor encrypts. `rendezvous.connect` says so when it listens beyond loopback.
+torch.distributed neither authenticates nor encrypts. `rendezvous.connect` warns when it listens beyond loopback.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from smolcluster.comm.group import Done, Group, PeerLost, Traffic, Work
 from smolcluster.comm.mesh.scatter_sum import Summed, scatter_sum
 from smolcluster.comm.mesh.volume import Exchange, moved
-from smolcluster.comm.notes import Bulletin, StoreBulletin
+from smolcluster.comm.notes import Notes, StoreNotes
 
 
 class _TorchWork:
-    """Turns a backend's error into `PeerLost`: after one, the group is of no further use."""
+    """Turns a backend's error into `PeerLost`. After one the group must not be used."""
 
     def __init__(self, work: dist.Work | Summed) -> None:
         self._work = work
@@ -41,7 +41,7 @@ class TorchGroup(Group):
     def __init__(
         self, process_group: dist.ProcessGroup, *, device: torch.device, met_at: tuple[str, int] | None = None
     ) -> None:
-        """`met_at`: host and port of the store at which the ranks met."""
+        """`met_at`: host and port of the rendezvous store."""
         self.rank = process_group.rank()
         self.size = process_group.size()
         self.traffic = Traffic()
@@ -94,11 +94,11 @@ class TorchGroup(Group):
         if self.rank not in ranks:
             return None
         part = TorchGroup(group, device=self._device)
-        part.traffic = self.traffic  # what a part of the group moves, this process moves
+        part.traffic = self.traffic  # counted in the process's total
         return part
 
-    def bulletin(self, name: str) -> Bulletin | None:
-        return None if self._met_at is None else StoreBulletin(*self._met_at, name=name)
+    def notes(self, name: str) -> Notes | None:
+        return None if self._met_at is None else StoreNotes(*self._met_at, name=name)
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -117,12 +117,12 @@ class TorchGroup(Group):
 
 
 def lost_peer(error: BaseException) -> str | None:
-    """What a backend says of a peer that is gone, where the error came through torch's own machinery; None for others."""
+    """Return a backend's message about a lost peer, for an error raised through torch; None for other errors."""
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
         return _first_line(error)
     return None
 
 
 def _first_line(error: BaseException) -> str:
-    """Backends put a source path before their messages, and guesses and a stack trace behind; what is between says it."""
+    """Return the message without the source path before it and the guesses and stack trace behind."""
     return re.sub(r"^\[\S*:\d+\] |\. This is typically caused by.*$", "", str(error).strip().split("\n")[0])

@@ -1,9 +1,9 @@
-"""What torch's own engine moves: FSDP2, DTensor and its pipelines exchange without our groups, and count nothing.
+"""Count the traffic of torch's engine: FSDP2, DTensor and torch's pipelines do not use our groups.
 
-A `Watcher` sees every exchange on its way to the backend. It costs a Python call for every operation of torch, so work
-that is always the same is watched once: `EngineTraffic.counted` remembers what it moved and adds that from then on.
+`TrafficCounter` is a dispatch mode that sees every collective. It costs a Python call per torch operation, so repeated work
+is counted once: `EngineTraffic.counted` remembers its bytes and adds them from then on.
 
-Compiled work is watched the second time: torch gives up on compiling what it first meets under a watcher.
+Compiled work is counted the second time: torch does not compile code that it first runs under a dispatch mode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smolcluster.comm.mesh.volume import Exchange, moved
 
 log = logging.getLogger(__name__)
 
-# What an operation of torch is called, which exchange that is, and which of its arguments make up the whole.
+# Name of torch's operation -> the collective, and the index of the argument with the whole tensor.
 _EXCHANGES: dict[str, tuple[Exchange, int]] = {
     "all_reduce": ("all_reduce", 0),
     "all_reduce_": ("all_reduce", 0),
@@ -54,12 +54,12 @@ _EXCHANGES: dict[str, tuple[Exchange, int]] = {
     "scatter_": ("scatter", 0),
     "gather_": ("gather", 1),
 }
-_GIVES_A_PART = {"all_gather", "scatter", "gather"}  # of these the argument is one rank's part
+_GIVES_A_PART = {"all_gather", "scatter", "gather"}  # their argument is one rank's part
 _SILENT = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "check_for_nan"}
 
 
-class Watcher(TorchDispatchMode):
-    """Adds up what is exchanged while it is on, by this thread and the backward passes it starts."""
+class TrafficCounter(TorchDispatchMode):
+    """Counts the bytes exchanged while it is active, by this thread and its backward passes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,14 +67,14 @@ class Watcher(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled already runs as it is (torch asks from 2.10 on; before, it runs eagerly this once)."""
+        """Let compiled code run as it is. torch calls this from 2.10 on; earlier versions run it eagerly once."""
         return True
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it becomes plain operations first, exchanges among them
+            return NotImplemented  # DTensor decomposes it into plain operations and collectives first
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self._add(func._overloadpacket.__name__, args)  # type: ignore[attr-defined]
         return func(*args, **(kwargs or {}))
@@ -93,7 +93,7 @@ class Watcher(TorchDispatchMode):
             backend = dist.get_backend(group)
             self.seen.add(*moved(kind, whole, rank=group.rank(), size=size, backend=backend, root=root))
         elif name not in _SILENT:
-            log.warning("bytes of %s are not counted", name)
+            log.warning("the traffic of the unknown collective %s is not counted", name)
 
 
 def _nbytes(tensors: Any) -> int:
@@ -101,7 +101,7 @@ def _nbytes(tensors: Any) -> int:
 
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The group is the first boxed argument, or the last one, by its name."""
+    """Return the process group: the first boxed argument, or the last one, which is its name."""
     resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     for value in args:
         if isinstance(value, dist.ProcessGroup):
@@ -116,34 +116,34 @@ def _root(args: tuple[Any, ...]) -> int:
 
 
 class EngineTraffic:
-    """Adds to a group's traffic what the engine moves beside it."""
+    """Adds the engine's traffic to that of a group."""
 
     def __init__(self, group: Group, *, compiled: bool) -> None:
         self._traffic, self._compiled = group.traffic, compiled
         self._known: dict[Hashable, tuple[int, int]] = {}
-        self._met: set[Hashable] = set()  # compiled, and not watched yet
+        self._met: set[Hashable] = set()  # compiled, and not counted yet
 
     @contextlib.contextmanager
     def counted(self, same: Hashable = None) -> Iterator[None]:
-        """Around work of the engine. Work with the same key moves the same: it is watched once."""
+        """Wrap work of the engine. Work with the same key has the same traffic and is counted once."""
         known = None if same is None else self._known.get(same)
         if known is not None or self._leave_it(same):
             yield
             self._traffic.add(*known or (0, 0))
             return
         before = self._traffic.bytes_sent, self._traffic.bytes_received
-        with Watcher() as watcher, torch.compiler.set_stance("eager_on_recompile"):
+        with TrafficCounter() as counter, torch.compiler.set_stance("eager_on_recompile"):
             yield
-        # Our groups have counted what they started themselves; the watcher saw that too.
-        sent = watcher.seen.bytes_sent - (self._traffic.bytes_sent - before[0])
-        received = watcher.seen.bytes_received - (self._traffic.bytes_received - before[1])
+        # Subtract what our groups have counted themselves.
+        sent = counter.seen.bytes_sent - (self._traffic.bytes_sent - before[0])
+        received = counter.seen.bytes_received - (self._traffic.bytes_received - before[1])
         times = 2 if same in self._met else 1
         self._traffic.add(times * sent, times * received)
         if same is not None:
             self._known[same] = (sent, received)
 
     def _leave_it(self, same: Hashable) -> bool:
-        """The first time of compiled work, which is to be compiled in peace; its bytes are made up for the second time."""
+        """Return whether to skip counting: the first run of compiled work. The second run is counted twice."""
         if not self._compiled or same is None or same in self._met:
             return False
         self._met.add(same)

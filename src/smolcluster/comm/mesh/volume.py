@@ -1,17 +1,17 @@
-"""Bytes that one exchange moves through one rank, by the algorithm its backend uses: pure arithmetic.
+"""Bytes that one rank sends and receives in a collective, by its backend's algorithm. Pure arithmetic.
 
 For N ranks, S bytes of the whole and s bytes of one rank's part, sent and received each:
 
                      ring: nccl, mpi     gloo
     all_reduce       2 (N-1)/N S         the same
-    reduce_scatter   (N-1)/N S           2 (N-1)/N S     torch sums everything everywhere and keeps a part
+    reduce_scatter   (N-1)/N S           2 (N-1)/N S     torch all-reduces and keeps a part
     all_gather       (N-1) s             the same
     all_to_all       (N-1)/N S           the same
     broadcast        S once              S to each child of a binomial tree, S from the parent
     scatter, gather  all parts but its own at the root, s at the others
 
-So over gloo `scatter_sum.py` takes a reduce_scatter as an all_to_all and a sum: half the bytes. Tests hold the
-table against the kernel's counters.
+So over gloo `scatter_sum.py` implements reduce_scatter as an all_to_all and a sum, with half the bytes. Tests compare the
+table with the kernel's counters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Moved = tuple[int, int]  # sent, received
 
 
 def moved(kind: Exchange, whole_bytes: int, *, rank: int, size: int, backend: str, root: int = 0) -> Moved:
-    """`whole_bytes` is S: of a gather the parts together, of the others what one rank puts in."""
+    """Return bytes sent and received. `whole_bytes` is S: all parts together for gathers, else one rank's input."""
     others = (size - 1) * whole_bytes // size
     match kind:
         case "all_reduce":
@@ -42,5 +42,5 @@ def moved(kind: Exchange, whole_bytes: int, *, rank: int, size: int, backend: st
 
 
 def num_children(place: int, size: int) -> int:
-    """In a binomial tree of `size` places: a place that has it hands it to the places 1, 2, 4, ... further on."""
+    """Return the children of a place in a binomial tree: the places at distance 1, 2, 4, ... that it sends to."""
     return sum(1 for bit in range(size.bit_length()) if place < 2**bit and place + 2**bit < size)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.comm.group import Group, PeerLost, gather_json
-from smolcluster.comm.notes import Bulletin
+from smolcluster.comm.notes import Notes
 from smolcluster.engine.checkpoint.snapshot import Encoded, Layout, Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.durable_files import TEMPORARY, Files
@@ -29,7 +29,7 @@ GIVE_UP_S = 60.0  # a folder that came to nothing is cleared away when nobody wr
 class LeadStore:
     """Saves with the help of the others. Only rank 0 has one."""
 
-    def __init__(self, store: CheckpointStore, bulletin: Bulletin, *, size: int) -> None:
+    def __init__(self, store: CheckpointStore, bulletin: Notes, *, size: int) -> None:
         self._store, self._bulletin, self._size = store, bulletin, size
         self._begun = False
         self._writing: set[int] = set()  # ranks that were not heard of since
@@ -92,7 +92,7 @@ class LeadStore:
 class PartStore:
     """Saves the part of a rank that is not the lead. What goes wrong, the lead reports."""
 
-    def __init__(self, folder: Path, bulletin: Bulletin, *, rank: int, files: Files | None = None) -> None:
+    def __init__(self, folder: Path, bulletin: Notes, *, rank: int, files: Files | None = None) -> None:
         self._folder, self._bulletin, self._rank = folder, bulletin, rank
         self._files = files or Files()
         self._written = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smolcluster.comm.elastic.membership.server_link import Lease, Line, Stopped
+from smolcluster.comm.elastic.membership.server_link import Lease, ServerLink, Stopped
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.replica import Replica
 from smolcluster.strategies.base import Context, State
@@ -35,7 +35,7 @@ class MemberSide(ABC):
         self._line.allow(Kind.STATE, most_bytes=8 * state_bytes + 2**20)
 
     @property
-    def _line(self) -> Line:
+    def _line(self) -> ServerLink:
         assert self.context.line is not None
         return self.context.line
 

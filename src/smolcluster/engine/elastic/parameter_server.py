@@ -25,7 +25,7 @@ from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.rounds import put_gradients
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.claims import Claims
-from smolcluster.engine.elastic.pushed_rounds import ModelParcels
+from smolcluster.engine.elastic.pushed_rounds import PackedModel
 from smolcluster.engine.elastic.server_side import ServerSide, send_state
 from smolcluster.strategies.base import Commit, Context, StepReport
 from smolcluster.strategies.base.replicated import Pushing
@@ -69,7 +69,7 @@ class ParameterServer(ServerSide):
         self.context, self.replica, self.strategy = context, strategy.replica, strategy
         self.tokens_per_sample = tokens_per_sample
         self.init_serving()
-        parcels = ModelParcels(self.replica, strategy.options)
+        parcels = PackedModel(self.replica, strategy.options)
         self._shapes, self._buffer_shapes = parcels.shapes, parcels.buffer_shapes
         self._gradients, self._weights, self._buffers = parcels.gradients, parcels.weights, parcels.buffers
         self._dense_bytes = parcels.dense_bytes

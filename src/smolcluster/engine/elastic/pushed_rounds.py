@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import CodecError, Feedback, chosen_codec, make_codec
 from smolcluster.comm.codecs.feedback import under
-from smolcluster.comm.elastic.collectives.packed_tensors import Parcels
+from smolcluster.comm.elastic.collectives.packed_tensors import PackedTensors
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.rounds import AtServer, Committed, Contribution, ServerRounds
 from smolcluster.compute.replica import Replica
@@ -32,7 +32,7 @@ from smolcluster.strategies.base.replicated import Pushing
 SLOTS = 1  # memory for one mean
 
 
-class ModelParcels:
+class PackedModel:
     """The packing of a model's gradients, weights and buffers into buckets, identical on both sides."""
 
     def __init__(self, replica: Replica, options: ServedOptions) -> None:
@@ -44,9 +44,11 @@ class ModelParcels:
         self.buffer_shapes = {n: t.shape for n, t in weights.items() if n not in parameters}
         floats = {n: t.shape for n, t in weights.items() if t.is_floating_point()}
         self.dense_bytes = 4 * sum(map(math.prod, self.shapes.values()))
-        self.gradients = Parcels(_layout(self.shapes), codec=self.codec, bucket_bytes=bucket_bytes)
-        self.weights = Parcels(_layout(floats), codec=plain, bucket_bytes=bucket_bytes)
-        self.buffers = Parcels(_layout(self.buffer_shapes), codec=plain, bucket_bytes=bucket_bytes)  # running means
+        self.gradients = PackedTensors(_layout(self.shapes), codec=self.codec, bucket_bytes=bucket_bytes)
+        self.weights = PackedTensors(_layout(floats), codec=plain, bucket_bytes=bucket_bytes)
+        self.buffers = PackedTensors(
+            _layout(self.buffer_shapes), codec=plain, bucket_bytes=bucket_bytes
+        )  # running means
 
 
 def _layout(shapes: dict[str, torch.Size]) -> list[tuple[str, tuple[int, ...]]]:
@@ -61,7 +63,7 @@ class PushedRounds(ServerRounds, MemberSide):
         self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
         self._one_by_one = strategy.combined == "server, as they arrive"
         self.init_member()
-        self._parcels = parcels = ModelParcels(self.replica, strategy.options)
+        self._parcels = parcels = PackedModel(self.replica, strategy.options)
         self._line.expect(Kind.WEIGHTS, parcels.weights.payloads())
         if not self._one_by_one:
             self._line.expect(Kind.AVERAGE, parcels.gradients.payloads())

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from smolcluster.comm.elastic.membership.server_link import Line, Stopped
+from smolcluster.comm.elastic.membership.server_link import ServerLink, Stopped
 from smolcluster.comm.elastic.transport.messages import Kind
 from smolcluster.comm.elastic.transport.security import check_dial, load_keyring
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
@@ -74,7 +74,7 @@ class ElasticWorker(Role):
             buffer_size=mine.buffer_size.get(spec.host),
             limits=LinkLimits(silence_s=mine.silence_timeout, stall_s=mine.stall_timeout),
         )
-        self.line = Line(self.transport, spec.server, stop_requested=self.channel.stop_requested)
+        self.line = ServerLink(self.transport, spec.server, stop_requested=self.channel.stop_requested)
         plan: ServerPlan | None = None
         while plan is None:
             message = self.line.get()
@@ -212,7 +212,7 @@ class ElasticWorker(Role):
 class _ServerSink:
     """Send metric rows to the server, which writes the run's metrics.jsonl."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: ServerLink) -> None:
         self._line = line
 
     def handle(self, event: Event) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic.collectives.operations import Landing
+from smolcluster.comm.elastic.collectives.operations import Destination
 from smolcluster.comm.elastic.collectives.state_transfer import IncomingState
 from smolcluster.comm.elastic.transport.api import Link, Transport
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
@@ -86,7 +86,7 @@ class StageWorker:
         self.refusal: str | None = None  # why the front refused this stage
         self._landing: dict[Link, tuple[StageBatch, float]] = {}
         self._incoming: IncomingState | None = None
-        self._slice: Landing | None = None  # the one being received
+        self._slice: Destination | None = None  # the one being received
         self._wanted: tuple[int, Assignment] | None = None  # its weights come from the front
         self._secret: str | None = None  # of the front: authenticates batches
         # Used by the main thread, and by the transport's while the main thread is idle.

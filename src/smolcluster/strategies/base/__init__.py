@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.comm.elastic.membership.roster import Roster
-from smolcluster.comm.elastic.membership.server_link import Line
+from smolcluster.comm.elastic.membership.server_link import ServerLink
 from smolcluster.comm.group import Group, Traffic
 from smolcluster.comm.rounds import Combination, Rounds
 from smolcluster.compute.claims import Count
@@ -143,7 +143,7 @@ class Context:
     tell: Callable[[str], None] = lambda _: None  # show a message that is no warning
     draw: Callable[[Drawing], None] = lambda _: None  # on the lead rank: save a drawing of the schedule
     example: Callable[[int], Any] = lambda _: None  # a batch of so many samples, for measurements
-    line: Line | None = None  # elastic plane: the worker's link to its server
+    line: ServerLink | None = None  # elastic plane: the worker's link to its server
     server_context: ServerContext | None = None  # elastic plane, on the server
     # elastic plane, on a worker: joins the rounds of a strategy
     open_rounds: Callable[[Any, Combination], Rounds] | None = None

@@ -1,6 +1,6 @@
-"""A group over the elastic transport: rings and trees of our own, between the members of one view.
+"""A group over the elastic transport: ring and tree collectives between the members of one view.
 
-`schedule.py` has the plans, `operations.py` runs them.
+`schedule.py` makes the plans, `operations.py` runs them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from smolcluster.comm.elastic.transport.payloads import DTYPES
 from smolcluster.comm.group import Group, PeerLost, Traffic, Work
 
 
-class _NothingToMove:
-    """Work of a group of one, or on a tensor of nothing: done, unless the group was aborted."""
+class _Completed:
+    """Work of a group of one rank, or on an empty tensor: done, unless the group was aborted."""
 
     done = True
 
@@ -34,12 +34,12 @@ class ElasticGroup(Group):
     """The members of one view. Made by `Peers.form`."""
 
     def __init__(self, exchange: Exchange, *, rank: int, ranks: Sequence[int], path: str = "") -> None:
-        """`ranks`: the places of this group's ranks in the view; `rank` is ours among them."""
+        """`ranks`: the view indices of this group's ranks; `rank`: our index in that list."""
         self.rank, self.size = rank, len(ranks)
         self.traffic = Traffic()
         self._exchange, self._ranks, self._path = exchange, list(ranks), path
         self._calls = self._subs = 0
-        self._mail: dict[tuple[str, int, int], int] = {}  # sends and receives so far, by direction, peer and tag
+        self._counts: dict[tuple[str, int, int], int] = {}  # sends and receives so far, by direction, peer and tag
 
     @property
     def view(self) -> View:
@@ -57,7 +57,7 @@ class ElasticGroup(Group):
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         _check_sizes("reduce_scatter", tensor, output, self.size)
-        flat = tensor.detach().reshape(-1).to("cpu", copy=True)  # partial sums are made in place, and the input stays
+        flat = tensor.detach().reshape(-1).to("cpu", copy=True)  # summed in place; the input must not change
         mine = flat[self.rank * output.numel() : (self.rank + 1) * output.numel()]
         plan = schedule.reduce_scatter_plan(self.size, self.rank, flat.numel())
         return self._collective("reduce_scatter", flat, plan, lambda: _store(output, mine))
@@ -84,7 +84,7 @@ class ElasticGroup(Group):
 
     def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Work:
         flat, _ = _flat(tensor)
-        # A key of ours alone: sends to two peers must not meet, nor a send and what comes from the same peer.
+        # A local key: sends to two peers, or a send and a receive with one peer, must not share it.
         key = Key(self._path, tag, -2 - self._ranks[self._other(to)], self._count("send", to, tag))
         return self._begin("send", key, flat, schedule.send_plan(flat.numel(), to=self._other(to)), None)
 
@@ -94,17 +94,17 @@ class ElasticGroup(Group):
         return self._begin("recv", key, flat, schedule.receive_plan(flat.numel(), source=source), back)
 
     def _count(self, direction: str, peer: int, tag: int) -> int:
-        number = self._mail.get((direction, peer, tag), 0)
-        self._mail[direction, peer, tag] = number + 1
+        number = self._counts.get((direction, peer, tag), 0)
+        self._counts[direction, peer, tag] = number + 1
         return number
 
     def _begin(self, name: str, key: Key, flat: Tensor, plan: Plan, back: Callable[[], None] | None) -> Work:
         if self.size == 1 or flat.numel() == 0:
             if back is not None:
                 back()
-            return _NothingToMove(self._exchange)
+            return _Completed(self._exchange)
         if str(flat.dtype).removeprefix("torch.") not in DTYPES:
-            raise ValueError(f"{name}: tensors of {flat.dtype} are not exchanged; view it as torch.uint8 to copy it")
+            raise ValueError(f"{name} does not support {flat.dtype}; view the tensor as torch.uint8 to copy it")
         operation = Operation(
             name,
             self._exchange,
@@ -132,22 +132,22 @@ class ElasticGroup(Group):
         )
 
     def abort(self, error: Exception) -> None:
-        """Every `wait` raises this from now on, those under way too. From any thread; for all groups of the view."""
+        """Make every `wait` of all groups of the view raise this, now and later. From any thread."""
         self._exchange.abort(error)
 
     def close(self) -> None:
-        """Nothing more is exchanged in this group. Its links stay: they are for the next view too."""
+        """Abort the group. Its links stay open for the next view."""
         if not self._path:
             self.abort(PeerLost("this group is closed"))
 
     def _known(self, rank: int) -> int:
         if not 0 <= rank < self.size:
-            raise ValueError(f"there is no rank {rank} in a group of {self.size}")
+            raise ValueError(f"no rank {rank} in a group of {self.size}")
         return rank
 
     def _other(self, rank: int) -> int:
         if self._known(rank) == self.rank:
-            raise ValueError(f"rank {rank} is this rank itself")
+            raise ValueError(f"rank {rank} cannot exchange with itself")
         return rank
 
 
@@ -155,7 +155,7 @@ class ElasticGroup(Group):
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-    """The tensor as one row on the CPU, without a copy where that can be; else how to copy the result back."""
+    """Return the tensor as a 1-D CPU tensor: a view if possible, else a copy and a function that copies it back."""
     tensor = tensor.detach()
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor.reshape(-1), None

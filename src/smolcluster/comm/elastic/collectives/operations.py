@@ -1,20 +1,20 @@
 """Operations of one view: plans that run piece by piece over the links between members.
 
 An operation is a plan (`schedule.py`) and the memory it works on. It starts on the transport's thread as soon as it is
-called; any number may be under way. On the wire it is made of CHUNK messages:
+called; any number may run at once. It exchanges CHUNK messages:
 
-    epoch     of the view; another view's chunks never come here (`peers.py`)
+    epoch     of the view; chunks of other views are handled by `peers.py`
     step      the operation's number: each rank counts its calls, and all ranks make the same calls in the same order
-    channel   2 x the piece's number in the plan; + 1 when it is to be copied, + 0 when it is to be added
-    meta      {} in the whole group. {"group": "1.0"}: in the first sub-group of the second sub-group, which counts for
-              itself. {"tag": 3}: a `send`; its number counts the sends from that rank with that tag
+    channel   2 x the piece's index in the plan, + 1 if the receiver copies it, + 0 if it adds it
+    meta      {} in the whole group. {"group": "1.0"}: the first sub-group of the second sub-group, with a count of its own.
+              {"tag": 3}: a `send`; its number counts the sends from that rank with that tag
 
-A piece that is to be copied is received straight into the tensor; one that is to be added lands in a staging buffer, is added
-while it is still in the cache, and passed on. What comes before its operation was called here is kept.
+A piece to copy is received straight into the tensor; a piece to add is received into a staging buffer, added while it is
+still in the cache, and forwarded. Chunks that arrive before their operation was called are kept.
 
-After `abort` every `wait` raises. A piece half-way in may still be written into its tensor then, and one half-way out is
-still read: were that memory changed, its checksum would not fit and the link would end. So the memory of aborted operations
-is the caller's again when `Peers.form` has made the next view's group.
+After `abort` every `wait` raises. A piece that is partly received may still be written into its tensor, and one that is
+partly sent is still read (changing it would break its checksum and end the link). So the memory of aborted operations is
+free only after `Peers.form` has made the next view's group.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.collectives import schedule
-from smolcluster.comm.elastic.collectives.peer_links import Wires, nothing
+from smolcluster.comm.elastic.collectives.peer_links import PeerLinks, nothing
 from smolcluster.comm.elastic.collectives.schedule import MOST_PIECE_BYTES, Act, Plan, Verb
 from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message
 from smolcluster.comm.elastic.transport.payloads import DTYPES
 from smolcluster.comm.group import PeerLost, Traffic
 
-WAITING_S = 1.0  # a wait that takes longer is reported, and then as often
-FAR_AHEAD = 4096  # operations by which a peer may be ahead of us; further is nonsense
+WAITING_S = 1.0  # a `wait` reports every so often that it waits
+FAR_AHEAD = 4096  # operations by which a peer may be ahead of us
 _PATH = re.compile(r"\d{1,6}(\.\d{1,6}){0,7}")
-_SMALL_TORCH_ADD = 16_384  # elements: torch adds so many on the calling thread, and more with a team of threads
+_SMALL_TORCH_ADD = 16_384  # elements: torch uses its thread pool for more
 
 
 class Key(NamedTuple):
-    """Which operation a chunk belongs to."""
+    """Identifies the operation of a chunk."""
 
     path: str  # of the sub-group; empty: the whole group
     tag: int | None  # None: a collective
@@ -54,8 +54,8 @@ class Key(NamedTuple):
 
 
 @dataclass(slots=True)
-class Landing:
-    """Where a payload goes, and what happens when it is there, or will never be."""
+class Destination:
+    """Where to receive a payload, and what to call when it has arrived or was lost."""
 
     tensor: Tensor
     arrived: Callable[[], None] = nothing
@@ -64,30 +64,30 @@ class Landing:
 
 
 class Exchange:
-    """The operations of one view, and the pieces that wait for one."""
+    """The operations of one view, and the early chunks of operations that were not called yet."""
 
     def __init__(
         self,
-        wires: Wires,
+        links: PeerLinks,
         view: View,
         *,
         timeout_s: float,
         need: Callable[[int], None],
         on_waiting: Callable[[], None] | None = None,
     ) -> None:
-        """`need`: called with the place of a member that an operation exchanges pieces with, which so needs a link.
+        """`need`: called with the view index of each member that an operation needs a link to.
 
         `on_waiting`: called every `WAITING_S` by a thread that waits for an operation.
         """
-        self.wires, self.view, self.timeout_s, self._need = wires, view, timeout_s, need
+        self.links, self.view, self.timeout_s, self._need = links, view, timeout_s, need
         self.on_waiting = on_waiting or nothing
         self.error: Exception | None = None
-        self.heard = time.monotonic()  # when something last came or went
+        self.moved_at = time.monotonic()  # when a chunk was last sent or received
         self._lock = threading.Lock()
         self._waiting: set[Operation] = set()  # guarded by the lock
         self._calls = 0
         self._running: dict[Key, Operation] = {}
-        self._started: dict[tuple[str, int | None, int], int] = {}  # how many operations, of each way of counting
+        self._started: dict[tuple[str, int | None, int], int] = {}  # operations by path, tag and source
         self._early: dict[Key, dict[tuple[int, int], tuple[Link, Tensor]]] = {}  # (source, channel)
 
     # From any thread
@@ -97,15 +97,15 @@ class Exchange:
             raise self.error
 
     def call(self, operation: Operation) -> None:
-        """Start it, in the order of the calls."""
+        """Start an operation, in the order of the calls."""
         with self._lock:
             operation.order, self._calls = self._calls, self._calls + 1
             if self.error is not None:
                 operation.finished.set()
                 return
             self._waiting.add(operation)
-        self.heard = time.monotonic()
-        self.wires.soon(lambda: self._start(operation))
+        self.moved_at = time.monotonic()
+        self.links.soon(lambda: self._start(operation))
 
     def abort(self, error: Exception) -> None:
         with self._lock:
@@ -115,7 +115,7 @@ class Exchange:
             for operation in self._waiting:
                 operation.finished.set()
             self._waiting.clear()
-        self.wires.soon(self._forget)
+        self.links.soon(self._forget)
 
     # On the transport's thread
 
@@ -132,29 +132,29 @@ class Exchange:
         for (source, channel), (link, tensor) in self._early.pop(key, {}).items():
             self._take_early(operation, link, source, channel, tensor)
 
-    def place(self, link: Link, source: int, head: Head) -> Landing | None:
-        """Where a chunk from this member goes; None: nowhere, and it should not have been sent."""
+    def place(self, link: Link, source: int, head: Head) -> Destination | None:
+        """Return where to receive a chunk from this member; None if it is invalid."""
         key = key_of(head, source)
         if key is None:
             return None
         if self.error is not None:
-            return Landing(self.wires.sink(head))
-        self.heard = time.monotonic()
+            return Destination(self.links.sink(head))
+        self.moved_at = time.monotonic()
         operation = self._running.get(key)
         if operation is not None:
             return operation.place(source, head)
         if not self._may_come(key) or (source, head.channel) in self._early.get(key, {}):
             return None
-        return keep(self.wires, head, lambda tensor: self._keep(key, link, source, head.channel, tensor))
+        return keep(self.links, head, lambda tensor: self._keep(key, link, source, head.channel, tensor))
 
     def adopt(self, link: Link, source: int, head: Head, tensor: Tensor) -> None:
-        """A chunk that began to come before the view did; there is room for it."""
+        """Take a chunk that was kept before this view was formed."""
         key = key_of(head, source)
         if key is not None and (key in self._running or self._may_come(key)):
             self._keep(key, link, source, head.channel, tensor)
         else:
-            self.wires.release(tensor.nbytes)
-            link.close("a piece of an operation that cannot be")
+            self.links.release(tensor.nbytes)
+            link.close(f"a chunk of an invalid operation: number {head.step}")
 
     def finish(self, operation: Operation) -> None:
         del self._running[operation.key]
@@ -163,36 +163,36 @@ class Exchange:
         operation.finished.set()
 
     def _may_come(self, key: Key) -> bool:
-        """Whether this operation is still to be called here, and soon."""
+        """Return whether this operation has not been called here yet, but may be soon."""
         return 0 <= key.number - self._started.get((key.path, key.tag, key.source), 0) < FAR_AHEAD
 
     def _keep(self, key: Key, link: Link, source: int, channel: int, tensor: Tensor) -> None:
-        """It came before its operation was called here, or at least began to."""
+        """Keep a chunk until its operation is called, or take it if it was called meanwhile."""
         operation = self._running.get(key)
         if self.error is not None:
-            self.wires.release(tensor.nbytes)
+            self.links.release(tensor.nbytes)
         elif operation is None:
             self._early.setdefault(key, {})[source, channel] = (link, tensor)
         else:
             self._take_early(operation, link, source, channel, tensor)
 
     def _take_early(self, operation: Operation, link: Link, source: int, channel: int, tensor: Tensor) -> None:
-        self.wires.release(tensor.nbytes)
+        self.links.release(tensor.nbytes)
         if not operation.take_early(source, channel, tensor):
-            link.close(f"a piece that {operation.name} {operation.key.number} does not have")
+            link.close(f"an invalid chunk of {operation.name} {operation.key.number}")
 
     def _forget(self) -> None:
-        """After an abort."""
+        """Drop everything after an abort."""
         for pieces in self._early.values():
             for _, tensor in pieces.values():
-                self.wires.release(tensor.nbytes)
+                self.links.release(tensor.nbytes)
         self._early.clear()
         self._running.clear()
-        self.wires.cancel(self.view.epoch)
+        self.links.cancel(self.view.epoch)
 
 
 def key_of(head: Head, source: int) -> Key | None:
-    """The operation of a chunk; None if it is none that we would have sent."""
+    """Return the operation of a chunk; None if the chunk is invalid."""
     if head.nbytes > MOST_PIECE_BYTES or head.nbytes == 0 or len(head.shape) != 1:
         return None
     path, tag = head.meta.get("group", ""), head.meta.get("tag")
@@ -201,12 +201,12 @@ def key_of(head: Head, source: int) -> Key | None:
     return Key(path, tag, -1 if tag is None else source, head.step)
 
 
-def keep(wires: Wires, head: Head, then: Callable[[Tensor], None]) -> Landing | None:
-    """Memory of its own for a chunk that nobody is ready for, if there is room."""
-    if not wires.keep(head.nbytes):
+def keep(links: PeerLinks, head: Head, then: Callable[[Tensor], None]) -> Destination | None:
+    """Return new memory for an early chunk, or None if the limit is reached. `then` receives it."""
+    if not links.keep(head.nbytes):
         return None
     tensor = torch.empty(head.shape, dtype=DTYPES[head.dtype])
-    return Landing(tensor, lambda: then(tensor), lambda: wires.release(tensor.nbytes))
+    return Destination(tensor, lambda: then(tensor), lambda: links.release(tensor.nbytes))
 
 
 class _Piece:
@@ -214,11 +214,11 @@ class _Piece:
 
     def __init__(self, number: int, start: int, stop: int, acts: tuple[Act, ...]) -> None:
         self.number, self.start, self.stop, self.acts = number, start, stop, acts
-        self.at = 0  # the act whose turn it is
+        self.at = 0  # index of the current act
 
 
 class Operation:
-    """Runs one plan over one flat tensor, piece by piece. Everything but `wait` happens on the transport's thread."""
+    """Runs one plan over one flat tensor, piece by piece. Everything but `wait` runs on the transport's thread."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class Operation:
         traffic: Traffic,
         copy_back: Callable[[], None] | None = None,
     ) -> None:
-        """`ranks`: the place in the view of each rank the plan speaks of. `copy_back`: done by the first `wait`."""
+        """`ranks`: the view index of each rank in the plan. `copy_back`: called by the first `wait`."""
         self.name, self.key, self.order = name, key, 0
         self.finished = threading.Event()
         self._exchange, self._flat, self._traffic = exchange, flat, traffic
@@ -241,12 +241,12 @@ class Operation:
         self._meta: dict[str, Any] = {"group": key.path} if key.path else {}
         if key.tag is not None:
             self._meta["tag"] = key.tag
-        self.peers = {ranks[act.peer] for chain in plan for act in chain.acts}  # their places in the view
+        self.peers = {ranks[act.peer] for chain in plan for act in chain.acts}  # view indices
         self._pieces = _cut(plan, ranks, itemsize=flat.itemsize)
         self._unfinished = len(self._pieces)
         self._unsent = 0
-        self._taken: set[tuple[int, int]] = set()  # receives (piece, act) whose payload is here or coming
-        self._kept: dict[tuple[int, int], Tensor] = {}  # those that are here before their turn
+        self._taken: set[tuple[int, int]] = set()  # (piece, act) of receives whose payload has arrived or is arriving
+        self._kept: dict[tuple[int, int], Tensor] = {}  # payloads that arrived before their turn
         self._copy_back = copy_back
 
     # The caller's thread
@@ -258,7 +258,7 @@ class Operation:
     def wait(self) -> None:
         exchange = self._exchange
         while not self.finished.is_set():
-            left = exchange.heard + exchange.timeout_s - time.monotonic()
+            left = exchange.moved_at + exchange.timeout_s - time.monotonic()
             if left <= 0:
                 raise PeerLost(f"{self.name}: nothing moved for {exchange.timeout_s:g} s; {self._waits_for()}")
             if not self.finished.wait(min(left, WAITING_S)):
@@ -271,7 +271,7 @@ class Operation:
     def _waits_for(self) -> str:
         acts = [piece.acts[at] for piece in self._pieces if (at := piece.at) < len(piece.acts)]
         names = sorted({self._exchange.view.members[act.peer].name for act in acts})
-        return f"waiting for {', '.join(names)}" if names else "waiting for the last pieces to leave"
+        return f"waiting for {', '.join(names)}" if names else "waiting for the last chunks to be sent"
 
     # The transport's thread
 
@@ -280,7 +280,7 @@ class Operation:
             self._go_on(piece)
         self._check_finished()
 
-    def place(self, source: int, head: Head) -> Landing | None:
+    def place(self, source: int, head: Head) -> Destination | None:
         found = self._find(source, head.channel, head.shape[0], head.dtype)
         if found is None:
             return None
@@ -288,17 +288,17 @@ class Operation:
         self._taken.add((piece.number, at))
         if at != piece.at:
             tensor = torch.empty(head.shape, dtype=self._flat.dtype)
-            return Landing(tensor, lambda: self._came_early(piece, at, tensor))
+            return Destination(tensor, lambda: self._came_early(piece, at, tensor))
         if piece.acts[at].verb is Verb.COPY:
-            return Landing(self._flat[piece.start : piece.stop], lambda: self._copied(piece), callers_memory=True)
-        buffer = self._exchange.wires.stage()
+            return Destination(self._flat[piece.start : piece.stop], lambda: self._copied(piece), callers_memory=True)
+        buffer = self._exchange.links.stage()
         staged = buffer[: head.nbytes].view(self._flat.dtype)
-        return Landing(
-            staged, lambda: self._staged(piece, staged, buffer), lambda: self._exchange.wires.unstage(buffer)
+        return Destination(
+            staged, lambda: self._staged(piece, staged, buffer), lambda: self._exchange.links.unstage(buffer)
         )
 
     def take_early(self, source: int, channel: int, tensor: Tensor) -> bool:
-        """A piece that was kept until this operation began. False: it does not belong here."""
+        """Take a chunk that was kept until this operation started. Returns False if it is invalid."""
         found = self._find(source, channel, tensor.numel(), str(tensor.dtype).removeprefix("torch."))
         if found is None:
             return False
@@ -308,7 +308,7 @@ class Operation:
         return True
 
     def _find(self, source: int, channel: int, elements: int, dtype: str) -> tuple[_Piece, int] | None:
-        """The receive this chunk is for: one that is still to come, and of its size and type."""
+        """Return the outstanding receive that this chunk is for, if its size and dtype match."""
         number, verb = channel >> 1, Verb.COPY if channel & 1 else Verb.ADD
         if number >= len(self._pieces):
             return None
@@ -329,7 +329,7 @@ class Operation:
         if self._exchange.error is None:
             self._add(piece, staged)
             self._received(piece)
-        self._exchange.wires.unstage(buffer)
+        self._exchange.links.unstage(buffer)
 
     def _came_early(self, piece: _Piece, at: int, tensor: Tensor) -> None:
         if self._exchange.error is None:
@@ -338,14 +338,14 @@ class Operation:
             self._check_finished()
 
     def _received(self, piece: _Piece) -> None:
-        """The act whose turn it was is done."""
+        """Go on after the current act."""
         self._traffic.add(0, (piece.stop - piece.start) * self._flat.itemsize)
         piece.at += 1
         self._go_on(piece)
         self._check_finished()
 
     def _go_on(self, piece: _Piece) -> None:
-        """Every act of this piece that need not wait."""
+        """Run the acts of this piece up to the next one that has to wait."""
         while piece.at < len(piece.acts):
             act = piece.acts[piece.at]
             if act.verb.receives:
@@ -373,13 +373,13 @@ class Operation:
         )
         self._unsent += 1
         self._traffic.add((piece.stop - piece.start) * self._flat.itemsize, 0)
-        self._exchange.wires.send(
+        self._exchange.links.send(
             self._exchange.view.members[act.peer], message, order=self.order, left=self._piece_left
         )
 
     def _piece_left(self) -> None:
         self._unsent -= 1
-        self._exchange.heard = time.monotonic()
+        self._exchange.moved_at = time.monotonic()
         self._check_finished()
 
     def _check_finished(self) -> None:
@@ -391,7 +391,7 @@ class Operation:
             own = self._array[piece.start : piece.stop]
             np.add(own, other.numpy(), out=own)
             return
-        # torch knows types that numpy does not. In small steps: no team of threads for the transport's thread.
+        # torch adds dtypes that numpy does not. In small steps, which do not use torch's thread pool.
         for start in range(piece.start, piece.stop, _SMALL_TORCH_ADD):
             stop = min(start + _SMALL_TORCH_ADD, piece.stop)
             self._flat[start:stop] += other[start - piece.start : stop - piece.start]
@@ -402,7 +402,7 @@ class Operation:
 
 
 def _cut(plan: Plan, ranks: Sequence[int], *, itemsize: int) -> list[_Piece]:
-    """The pieces of a plan, numbered alike on every rank, with peers as the view numbers them."""
+    """Return the pieces of a plan, numbered alike on every rank, with peers as view indices."""
     pieces: list[_Piece] = []
     for chain in plan:
         acts = tuple(Act(act.verb, ranks[act.peer]) for act in chain.acts)
@@ -413,5 +413,5 @@ def _cut(plan: Plan, ranks: Sequence[int], *, itemsize: int) -> list[_Piece]:
 
 
 def _numpy_adds(dtype: torch.dtype) -> bool:
-    """numpy has no bfloat16, and adds halves one at a time."""
+    """numpy has no bfloat16, and is slow for float16."""
     return dtype not in (torch.bfloat16, torch.float16)

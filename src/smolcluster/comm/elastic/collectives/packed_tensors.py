@@ -1,8 +1,7 @@
-"""A list of tensors as a few payloads: packed into buckets, encoded, and unpacked on the other side.
+"""Pack a list of tensors into buckets, encode each as one payload, and decode it on the other side.
 
-Both sides make the same `Parcels` from the same model, so nothing but the encoded numbers crosses the wire, and every
-payload's size is known before it comes. While one bucket is on its way the next is being encoded. A tensor that is too large
-for one payload travels as several flat ones.
+Both sides make the same `PackedTensors` from the same model, so only encoded values are sent, and the receiver knows every
+payload's size. One bucket is sent while the next is being encoded. A tensor larger than `most_bytes` is split into slices.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from smolcluster.comm.codecs import Codec, Feedback, Packer
 from smolcluster.comm.elastic.membership.mailbox import Payload
 
 MOST_BYTES = 1 << 30  # of a payload
-ROUND = 1 << 12  # elements: slices are multiples of every codec's blocks
+ROUND = 1 << 12  # elements: slices are multiples of every codec's block size
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class _Entry:
         return tensor if self.part is None else tensor.reshape(-1)[self.part]
 
 
-class Parcels:
+class PackedTensors:
     def __init__(
         self,
         layout: Sequence[tuple[str, tuple[int, ...]]],
@@ -47,7 +46,7 @@ class Parcels:
         bucket_bytes: int,
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        """`most_bytes`: of a payload, beyond which a single tensor is cut."""
+        """`most_bytes`: of a payload; larger tensors are split."""
         self.codec = codec
         self.names = [name for name, _ in layout]
         entries = [e for name, shape in layout for e in _entries(name, shape, codec=codec, most_bytes=most_bytes)]
@@ -63,26 +62,26 @@ class Parcels:
         return sum(packer.nbytes for packer in self._packers)
 
     def payloads(self) -> list[Payload]:
-        """What each channel carries."""
+        """Return the payload of each channel."""
         return [Payload(torch.uint8, (packer.nbytes,)) for packer in self._packers]
 
     def encode(
         self, tensors: Mapping[str, Tensor], *, key: int = 0, feedback: Feedback | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Channel and payload, one bucket after the other."""
+        """Yield the channel and payload of each bucket."""
         for channel, (part, packer) in enumerate(zip(self._parts, self._packers, strict=True)):
             inputs = [entry.of(tensors).detach().to("cpu", torch.float32) for entry in part]
-            # In memory of its own: the tensors change while it is on its way.
+            # A new buffer: the tensors change while it is being sent.
             out = torch.empty(packer.nbytes, dtype=torch.uint8)
             yield channel, packer.encode(inputs, out, key=key * len(self._packers) + channel, feedback=feedback)
 
     def decode(self, channel: int, payload: Tensor, out: Mapping[str, Tensor]) -> None:
-        """Into `out[name]`, for the names of this bucket."""
+        """Decode a bucket into `out[name]` for each of its tensors."""
         self._packers[channel].decode(payload, [entry.of(out) for entry in self._parts[channel]])
 
 
 def _entries(name: str, shape: tuple[int, ...], *, codec: Codec, most_bytes: int) -> list[_Entry]:
-    """The tensor as it is, unless its payload would be too large."""
+    """Return the whole tensor, or slices of it if its payload would exceed `most_bytes`."""
     if codec.nbytes(torch.Size(shape)) <= most_bytes:
         return [_Entry(name, shape)]
     length, elements = max(ROUND, most_bytes // 5 // ROUND * ROUND), math.prod(shape)
@@ -91,7 +90,7 @@ def _entries(name: str, shape: tuple[int, ...], *, codec: Codec, most_bytes: int
 
 
 def _cut(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Consecutive runs of at most `limit` bytes; one that is larger stands alone."""
+    """Return consecutive runs (start, stop) of at most `limit` bytes; a larger entry is a run of its own."""
     runs, start, filled = [], 0, 0
     for i, size in enumerate(sizes):
         if i > start and filled + size > limit:

@@ -1,6 +1,6 @@
-"""The links to the other members: what goes over them, in which order, and the memory for what comes.
+"""The links to the other members: the order in which messages are sent, and the memory for received ones.
 
-Everything here happens on the transport's thread, but for `Wires.soon`.
+Everything runs on the transport's thread, except `PeerLinks.soon`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from smolcluster.comm.elastic.membership.view import ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Transport
 from smolcluster.comm.elastic.transport.payloads import DTYPES
 
-WINDOW_BYTES = 2 * MOST_PIECE_BYTES  # what a link may have queued: keeps it busy, and little is in vain after a loss
-SMALL_BYTES = 16 << 10  # a payload up to here is copied: then its memory is free at once
-KEPT_OVERHEAD_BYTES = 512  # of every piece that is kept, however small
+WINDOW_BYTES = 2 * MOST_PIECE_BYTES  # queued at a link: enough to keep it busy
+SMALL_BYTES = 16 << 10  # payloads up to this size are copied, which frees their memory at once
+KEPT_OVERHEAD_BYTES = 512  # counted for every early chunk, however small
 
 
 def nothing() -> None:
@@ -30,7 +30,7 @@ def nothing() -> None:
 
 @dataclass(order=True, slots=True)
 class _Waiting:
-    """A message that no link has accepted yet."""
+    """A message that has not been given to a link yet."""
 
     order: int
     number: int
@@ -39,14 +39,14 @@ class _Waiting:
     lost: Callable[[], None] = field(compare=False)
 
 
-class _Outlet:
-    """What goes to one member: in order of importance, and never far ahead of what its link can carry."""
+class _MemberQueue:
+    """Messages to one member: a priority queue in front of its link, which has at most `WINDOW_BYTES` queued."""
 
     def __init__(self, chunks_left: Callable[[], None]) -> None:
-        """`chunks_left`: called when the last chunk that a link has accepted is gone, one way or the other."""
-        self.links: list[Link] = []  # the first one is used; there is another only when both sides have dialled
+        """`chunks_left`: called when the link reads no chunk's memory any more."""
+        self.links: list[Link] = []  # the first one is used; there are two only if both sides dialled
         self.waiting: list[_Waiting] = []  # a heap
-        self.leaving_chunks = 0  # that a link has accepted: it may read their memory
+        self.leaving_chunks = 0  # queued at a link, which may read their memory
         self._chunks_left = chunks_left
         self._queued_bytes = 0
 
@@ -55,7 +55,7 @@ class _Outlet:
         return any(link.open for link in self.links)
 
     def pump(self) -> None:
-        """Give the link what it may have. One that is being closed takes nothing; at its end another one's turn comes."""
+        """Fill the link's window. A closing link gets nothing; when it has ended, the next link is used."""
         while self.waiting and self.links and self.links[0].open and self._queued_bytes < WINDOW_BYTES:
             self._send(heapq.heappop(self.waiting))
 
@@ -80,13 +80,13 @@ class _Outlet:
         self.links[0].send(item.message, sent=sent)
 
 
-class Wires:
-    """All links, and the memory for what comes over them."""
+class PeerLinks:
+    """All links between members, and receive memory."""
 
     def __init__(self, transport: Transport, *, limit_bytes: int, chunks_left: Callable[[], None]) -> None:
-        """`chunks_left`: called when a link has no chunk any more; `chunks_leave` says whether another has."""
+        """`chunks_left`: called when a link has sent its last chunk; `chunks_leave` tells whether others have any."""
         self._transport, self._chunks_left = transport, chunks_left
-        self._outlets: dict[str, _Outlet] = {}  # by instance
+        self._queues: dict[str, _MemberQueue] = {}  # by instance
         self._numbers = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
         self._limit_bytes, self._kept_bytes = limit_bytes, 0
@@ -94,7 +94,7 @@ class Wires:
         self._sink = torch.empty(MOST_PIECE_BYTES, dtype=torch.uint8)
 
     def soon(self, callback: Callable[[], None]) -> None:
-        """Do this on the transport's thread, in the order of the calls. From any thread."""
+        """Run this on the transport's thread, in the order of the calls. From any thread."""
         self._calls.append(callback)
         self._transport.call_later(0, self._call)
 
@@ -105,40 +105,40 @@ class Wires:
     # Links
 
     def add(self, link: Link) -> None:
-        outlet = self._outlet(link.peer.instance)
-        outlet.links.append(link)
-        outlet.pump()
+        queue = self._queue(link.peer.instance)
+        queue.links.append(link)
+        queue.pump()
 
     def remove(self, link: Link) -> None:
-        outlet = self._outlets.get(link.peer.instance)
-        if outlet is None or link not in outlet.links:
+        queue = self._queues.get(link.peer.instance)
+        if queue is None or link not in queue.links:
             return
-        outlet.links.remove(link)
-        outlet.pump()
-        if not outlet.links and not outlet.waiting:
-            del self._outlets[link.peer.instance]
+        queue.links.remove(link)
+        queue.pump()
+        if not queue.links and not queue.waiting:
+            del self._queues[link.peer.instance]
 
-    def _outlet(self, instance: str) -> _Outlet:
-        if instance not in self._outlets:
-            self._outlets[instance] = _Outlet(self._chunks_left)
-        return self._outlets[instance]
+    def _queue(self, instance: str) -> _MemberQueue:
+        if instance not in self._queues:
+            self._queues[instance] = _MemberQueue(self._chunks_left)
+        return self._queues[instance]
 
     def linked_to(self, member: ViewMember) -> bool:
-        return (outlet := self._outlets.get(member.instance)) is not None and outlet.linked
+        return (queue := self._queues.get(member.instance)) is not None and queue.linked
 
     def uses(self, link: Link) -> bool:
-        """Whether messages go over this link, and not over another one to the same member."""
-        outlet = self._outlets.get(link.peer.instance)
-        return outlet is not None and outlet.links[:1] == [link]
+        """Return whether this is the link to its member that messages are sent over."""
+        queue = self._queues.get(link.peer.instance)
+        return queue is not None and queue.links[:1] == [link]
 
     def close(self, instance: str, reason: str) -> None:
-        outlet = self._outlets.get(instance)
-        if outlet is None:
+        queue = self._queues.get(instance)
+        if queue is None:
             return
-        waiting, outlet.waiting = outlet.waiting, []
+        waiting, queue.waiting = queue.waiting, []
         for item in waiting:
             item.lost()
-        for link in list(outlet.links):
+        for link in list(queue.links):
             link.close(reason)
 
     # Sending
@@ -152,9 +152,9 @@ class Wires:
         left: Callable[[], None],
         lost: Callable[[], None] | None = None,
     ) -> None:
-        """Send it when there is a link and room: what has the lowest `order` first.
+        """Send a message when there is a link with room, lowest `order` first.
 
-        `left`: its memory is free again. `lost`: so it is, but because the link ended first; `left` if not given.
+        When its memory may be reused `left` is called, or `lost` if the link ended first (default: `left`).
         """
         payload = message.payload
         small = payload is not None and payload.nbytes <= SMALL_BYTES
@@ -163,42 +163,42 @@ class Wires:
             item = _Waiting(order, next(self._numbers), message, nothing, nothing)
         else:
             item = _Waiting(order, next(self._numbers), message, left, left if lost is None else lost)
-        outlet = self._outlet(member.instance)
-        heapq.heappush(outlet.waiting, item)
-        outlet.pump()
+        queue = self._queue(member.instance)
+        heapq.heappush(queue.waiting, item)
+        queue.pump()
         if small:
             left()
 
     def cancel(self, epoch: int) -> None:
-        """Forget chunks up to this epoch that no link has accepted yet."""
-        for outlet in self._outlets.values():
-            outlet.waiting = [i for i in outlet.waiting if i.message.kind is not Kind.CHUNK or i.message.epoch > epoch]
-            heapq.heapify(outlet.waiting)
+        """Drop chunks up to this epoch that are not queued at a link yet."""
+        for queue in self._queues.values():
+            queue.waiting = [i for i in queue.waiting if i.message.kind is not Kind.CHUNK or i.message.epoch > epoch]
+            heapq.heapify(queue.waiting)
 
     def chunks_leave(self) -> bool:
-        """Whether a link that is to stay has chunks that it still reads. On one that is being closed nothing depends."""
-        return any(outlet.leaving_chunks and outlet.linked for outlet in self._outlets.values())
+        """Return whether an open link still reads the memory of chunks. Closing links do not matter."""
+        return any(queue.leaving_chunks and queue.linked for queue in self._queues.values())
 
     # Memory
 
     def keep(self, nbytes: int) -> bool:
-        """Room for so many bytes more of what came early, if there is any."""
+        """Reserve memory for an early chunk. Returns False if the limit is reached."""
         if self._kept_bytes + nbytes + KEPT_OVERHEAD_BYTES > self._limit_bytes:
             return False
         self._kept_bytes += nbytes + KEPT_OVERHEAD_BYTES
         return True
 
     def release(self, nbytes: int) -> None:
-        """Give that room back."""
+        """Undo `keep`."""
         self._kept_bytes -= nbytes + KEPT_OVERHEAD_BYTES
 
     def stage(self) -> Tensor:
-        """Memory for one piece, as bytes."""
+        """Return a buffer for one piece, as bytes."""
         return self._staging.pop() if self._staging else torch.empty(MOST_PIECE_BYTES, dtype=torch.uint8)
 
     def unstage(self, buffer: Tensor) -> None:
         self._staging.append(buffer)
 
     def sink(self, head: Head) -> Tensor:
-        """Where to receive what nobody wants."""
+        """Return memory to receive a payload that is dropped."""
         return self._sink[: head.nbytes].view(DTYPES[head.dtype])

@@ -1,19 +1,19 @@
-"""Who sends what to whom in a collective: plans as data, made by pure functions. `group.py` runs them.
+"""Plans of collectives: data made by pure functions. `operations.py` runs them.
 
-A plan is one rank's part. It has a `Chain` for each span of the tensor: acts that this rank does to that span, in this
-order. Chains do not wait for each other, and the span of a chain is cut into pieces that do not wait for each other either:
-a piece is passed on as soon as it has been added, while the next one is still on its way.
+A plan is one rank's part. It has a `Chain` for each span of the tensor: the acts of this rank on that span, in order. Chains
+are independent of each other, and so are the pieces into which a span is cut: a piece is forwarded as soon as it was added,
+while the next one is being received.
 
-    ring        n = 4, what rank 1 does to each quarter of the tensor (< receive, > send, + add)
+    ring        n = 4, the acts of rank 1 on each quarter of the tensor (< receive, > send, + add)
       quarter 0     > 2 to be added                                  < 0 copied    > 2
       quarter 1     < 0 +                                                          > 2
       quarter 2     < 0 +    > 2 to be added                         < 0 copied
       quarter 3     < 0 +    > 2 to be added                         < 0 copied    > 2
 
 Quarter q starts at rank q + 1, is complete at rank q and goes round once more. Every rank sends and receives 2 (n-1)/n of the
-tensor, the least there is, in 2 (n-1) hops. The tree moves more bytes in fewer hops and messages: for small tensors.
+tensor, which is optimal, in 2 (n-1) hops. The tree moves more bytes in fewer hops and messages: for small tensors.
 
-Each span is summed along one path and then copied, so the result has the same bits on every rank, and in every run.
+Each span is summed along one path and then copied, so the result is bit-identical on every rank and in every run.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# The cost model. A hop is what a small message takes from one rank's call to the next rank's, through two processes, and
-# a message costs the rank that handles it as much again in part. The line is one of 300 Mbit/s: between the slow ones of a
-# home, where a tree's extra bytes hurt, and the fast ones, where a ring's extra hops do.
+# The cost model: latency of a hop between two processes, handling of a message, and a bandwidth of 300 Mbit/s. That lies
+# between slow home networks, where a tree's extra bytes cost most, and fast ones, where a ring's extra hops do.
 HOP_S = 250e-6
 MESSAGE_S = 50e-6
 LINE_S_PER_BYTE = 8 / 300e6
 
-# Pieces: small enough that a span has several under way, large enough that handling one costs little beside moving it.
+# Pieces: small enough to pipeline a span, large enough that handling one costs little beside sending it.
 PIECES_PER_SPAN = 4
 LEAST_PIECE_BYTES = 128 << 10
 MOST_PIECE_BYTES = 512 << 10
 
 
 class Verb(enum.Enum):
-    ADD = "add"  # receive, and add to what is here
-    COPY = "copy"  # receive, in place of what is here
-    SEND_PART = "send part"  # the peer will add it
-    SEND = "send"  # the peer will copy it
+    ADD = "add"  # receive and add
+    COPY = "copy"  # receive and overwrite
+    SEND_PART = "send part"  # the peer adds it
+    SEND = "send"  # the peer copies it
 
     @property
     def receives(self) -> bool:
@@ -54,7 +53,7 @@ class Act:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What one rank does to elements `start .. stop-1`, in order."""
+    """The acts of one rank on elements `start .. stop-1`, in order."""
 
     start: int
     stop: int
@@ -68,7 +67,7 @@ Plan = tuple[Chain, ...]
 
 
 def ring_plan(n: int, rank: int, elements: int) -> Plan:
-    """All-reduce: reduce-scatter, then all-gather, round the same ring."""
+    """All-reduce: reduce-scatter, then all-gather, on the same ring."""
     return tuple(
         Chain(start, stop, _reduce_to(n, rank, span) + _gather_from(n, rank, span))
         for span, start, stop in spans(elements, n)
@@ -76,7 +75,7 @@ def ring_plan(n: int, rank: int, elements: int) -> Plan:
 
 
 def tree_plan(n: int, rank: int, elements: int) -> Plan:
-    """All-reduce: up a binomial tree to rank 0, and down again. 2 log2(n) hops of the whole tensor."""
+    """All-reduce: up a binomial tree to rank 0 and down again. 2 log2(n) hops of the whole tensor."""
     parent, children = _binomial(n, rank)
     up = [Act(Verb.ADD, child) for child in children]
     down = [Act(Verb.SEND, child) for child in reversed(children)]
@@ -87,7 +86,7 @@ def tree_plan(n: int, rank: int, elements: int) -> Plan:
 
 
 def reduce_scatter_plan(n: int, rank: int, elements: int) -> Plan:
-    """Span r is summed up at rank r. `elements` is a multiple of n."""
+    """Span r is summed at rank r. `elements` is a multiple of n."""
     return tuple(Chain(start, stop, _reduce_to(n, rank, span)) for span, start, stop in spans(elements, n))
 
 
@@ -95,12 +94,12 @@ def reduce_scatter_plan(n: int, rank: int, elements: int) -> Plan:
 
 
 def all_gather_plan(n: int, rank: int, elements: int) -> Plan:
-    """Span r is rank r's to begin with, and everybody's at the end. `elements` is a multiple of n."""
+    """Span r is copied from rank r to all ranks. `elements` is a multiple of n."""
     return tuple(Chain(start, stop, _gather_from(n, rank, span)) for span, start, stop in spans(elements, n))
 
 
 def line_broadcast_plan(n: int, rank: int, elements: int, *, source: int) -> Plan:
-    """From the source to the next rank, to the next: every rank sends the tensor at most once."""
+    """From the source along the ring: every rank sends the tensor at most once."""
     return _whole(elements, _gather_from(n, rank, source))
 
 
@@ -121,18 +120,18 @@ def receive_plan(elements: int, *, source: int) -> Plan:
     return _whole(elements, (Act(Verb.COPY, source),))
 
 
-# Which one
+# Choice of the algorithm
 
 
 def choose(n: int, rank: int, elements: int, *, itemsize: int) -> Plan:
-    """The all-reduce that the cost model expects to be faster. It sees what is the same on every rank, and nothing else."""
+    """Return the all-reduce that is faster by the cost model, whose inputs are the same on every rank."""
     nbytes = elements * itemsize
     make = tree_plan if tree_seconds(n, nbytes) < ring_seconds(n, nbytes) else ring_plan
     return make(n, rank, elements)
 
 
 def choose_broadcast(n: int, rank: int, elements: int, *, itemsize: int, source: int) -> Plan:
-    """As `choose`, for a broadcast."""
+    """Like `choose`, for a broadcast."""
     nbytes = elements * itemsize
     piece = min(nbytes, piece_elements(nbytes, itemsize=itemsize) * itemsize)
     line = (n - 1) * (HOP_S + piece * LINE_S_PER_BYTE) + (nbytes - piece) * LINE_S_PER_BYTE
@@ -145,7 +144,7 @@ def ring_seconds(n: int, nbytes: int) -> float:
 
 
 def tree_seconds(n: int, nbytes: int) -> float:
-    """Of the root, which serves its children one after the other."""
+    """Return the root's time; it serves its children one after the other."""
     return 2 * (n - 1).bit_length() * (HOP_S + MESSAGE_S + nbytes * LINE_S_PER_BYTE)
 
 
@@ -153,13 +152,13 @@ def tree_seconds(n: int, nbytes: int) -> float:
 
 
 def piece_elements(span_bytes: int, *, itemsize: int) -> int:
-    """How many elements a piece has in a span of this size."""
+    """Return the elements per piece for a span of this size."""
     nbytes = min(max(span_bytes // PIECES_PER_SPAN, LEAST_PIECE_BYTES), MOST_PIECE_BYTES)
     return max(1, nbytes // itemsize)
 
 
 def spans(elements: int, n: int) -> Iterator[tuple[int, int, int]]:
-    """Number, start and stop of n spans, as equal as can be. Those with nothing in them are left out."""
+    """Yield number, start and stop of n spans of nearly equal size. Empty spans are left out."""
     for span in range(n):
         start, stop = span * elements // n, (span + 1) * elements // n
         if start < stop:
@@ -167,7 +166,7 @@ def spans(elements: int, n: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _reduce_to(n: int, rank: int, owner: int) -> tuple[Act, ...]:
-    """A span travels the ring from the rank after its owner to its owner; everybody on the way adds their own."""
+    """Reduce a span along the ring, from the rank after its owner to its owner."""
     travelled = (rank - owner - 1) % n
     acts = []
     if travelled > 0:
@@ -178,7 +177,7 @@ def _reduce_to(n: int, rank: int, owner: int) -> tuple[Act, ...]:
 
 
 def _gather_from(n: int, rank: int, owner: int) -> tuple[Act, ...]:
-    """A span travels the ring from its owner to the rank before it."""
+    """Copy a span along the ring, from its owner to the rank before it."""
     travelled = (rank - owner) % n
     acts = []
     if travelled > 0:
@@ -189,7 +188,7 @@ def _gather_from(n: int, rank: int, owner: int) -> tuple[Act, ...]:
 
 
 def _binomial(n: int, rank: int) -> tuple[int | None, list[int]]:
-    """Parent and children, the child with the smallest subtree first, in the tree where rank 0 is the root."""
+    """Return parent and children in the binomial tree with root 0, the child with the smallest subtree first."""
     children: list[int] = []
     bit = 1
     while bit < n:

@@ -1,8 +1,8 @@
-"""Weights and optimizer state on their way from one member to another.
+"""Transfer of weights and optimizer state from one member to another.
 
-First a list of what comes (meta: tensors, a name, type and shape each; how many there are; the sender's own words), a page
-to a message, then the tensors in that order, in slices: between two of them the pieces of a sum may pass. Both sides cut
-alike, so all that travels with a slice is the number of its tensor.
+First the list of tensors (name, dtype and shape of each, their count, the sender's meta), split into pages of one message,
+then the tensors in that order, in slices, so that chunks of collectives can go in between. Both sides slice alike, so a slice
+carries only the index of its tensor.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic.collectives.operations import Landing
+from smolcluster.comm.elastic.collectives.operations import Destination
 from smolcluster.comm.elastic.membership.server_state import is_shape, slices
 from smolcluster.comm.elastic.membership.view import ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Message
 from smolcluster.comm.elastic.transport.payloads import DTYPES
 from smolcluster.comm.group import PeerLost
 
-Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+StateLayout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
-PAGE_TENSORS = 1000  # with names of hundreds of letters they fit the meta of a message
+PAGE_TENSORS = 1000  # fits the meta of a message, with names of hundreds of characters
 MOST_TENSORS = 1 << 17
 
 
@@ -43,7 +43,7 @@ def state_messages(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> li
 
 
 class Transfer:
-    """A state on its way to a member."""
+    """A state that is being sent to a member."""
 
     def __init__(self, member: ViewMember, num_messages: int, *, timeout_s: float) -> None:
         self._member, self._unsent, self._timeout_s = member, num_messages, timeout_s
@@ -56,17 +56,17 @@ class Transfer:
         return self._over.is_set()
 
     def wait(self) -> None:
-        """Return when all of it has left; the member reports by itself that it has it."""
+        """Wait until all of it was sent. The member itself reports that it has received it."""
         while not self._over.is_set():
             left_s = self._moved + self._timeout_s - time.monotonic()
             if left_s <= 0:
-                raise PeerLost(f"{self._member.name} takes no state: nothing moved for {self._timeout_s:g} s")
+                raise PeerLost(f"{self._member.name} takes no state: nothing was sent for {self._timeout_s:g} s")
             self._over.wait(min(left_s, 3600.0))
         if self._broken:
-            raise PeerLost(f"{self._member.name} was lost while its state was on the way")
+            raise PeerLost(f"{self._member.name} was lost while its state was being sent")
 
     def left(self) -> None:
-        """One more of its messages."""
+        """Count a message that was sent."""
         self._moved = time.monotonic()
         self._unsent -= 1
         if self._unsent == 0:
@@ -78,14 +78,14 @@ class Transfer:
 
 
 class IncomingState:
-    """A state that comes in, slice after slice. Raises ValueError for one that cannot be, or is not as `expected`."""
+    """A state that is being received. Raises ValueError if it is invalid or differs from the `expected` layout."""
 
-    def __init__(self, said: Mapping[str, Any], *, expected: Layout | None, limit_bytes: int) -> None:
-        """Without a layout that is expected, any of at most `limit_bytes` will do."""
+    def __init__(self, said: Mapping[str, Any], *, expected: StateLayout | None, limit_bytes: int) -> None:
+        """Without an `expected` layout, any state of at most `limit_bytes` is accepted."""
         words, listed = said.get("meta"), said.get("tensors")
         count = said.get("count", len(listed) if isinstance(listed, list) else 0)
         if not isinstance(words, dict) or type(count) is not int or not 0 <= count <= MOST_TENSORS:
-            raise ValueError("a state begins with the list of its tensors")
+            raise ValueError("a state must begin with the list of its tensors")
         self.meta: dict[str, Any] = words
         self.tensors: dict[str, Tensor] = {}
         self._layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -99,57 +99,57 @@ class IncomingState:
         return self._listed and not self._due
 
     def add(self, said: Mapping[str, Any]) -> None:
-        """Read one more page of the list. Memory is taken when the whole of it is as it should be."""
+        """Read a page of the list. Memory is allocated when the whole list is valid."""
         if self._listed:
-            raise ValueError("a state in the middle of another")
+            raise ValueError("a state began before the last one was complete")
         page = _read_layout(said.get("tensors"), known=self._layout)
-        # An empty tensor can be too large too: every size counts, but for none at all.
+        # Zero dimensions must not hide huge ones.
         self._nbytes += sum(math.prod(size or 1 for size in shape) * dtype.itemsize for dtype, shape in page.values())
         if self._expected is None and self._nbytes > self._limit_bytes:
-            raise ValueError(f"{self._nbytes} bytes of state, and none was expected")
+            raise ValueError(f"{self._nbytes} bytes of unexpected state, the limit is {self._limit_bytes}")
         self._layout |= page
         self._listed = len(self._layout) == self._count
         if len(self._layout) > self._count or not (page or self._listed):
-            raise ValueError(f"a list of {self._count} tensors has other pages")
+            raise ValueError(f"the pages do not list {self._count} tensors")
         if self._expected is not None:
             _compare(self._layout if self._listed else page, self._expected, whole=self._listed)
         if self._listed:
             self.tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self._layout.items()}
             self._due.extend(slices(self.tensors.values()))
 
-    def place(self, head: Head) -> Landing | None:
-        """They come in the order of the list."""
+    def place(self, head: Head) -> Destination | None:
+        """Return where to receive the next slice; None if this is not it."""
         if not self._due:
             return None
         number, part = self._due[0]
         if (head.channel, DTYPES[head.dtype], head.shape) != (number, part.dtype, tuple(part.shape)):
             return None
-        return Landing(part, self._arrived)
+        return Destination(part, self._arrived)
 
     def _arrived(self) -> None:
         self._due.popleft()
 
 
-def _read_layout(listed: Any, *, known: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Names, types and shapes as a peer tells them. `known`: of the pages before."""
+def _read_layout(listed: Any, *, known: StateLayout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Parse a page of names, dtypes and shapes. `known`: the pages before."""
     if not isinstance(listed, list):
-        raise ValueError("a state begins with the list of its tensors")
+        raise ValueError("a state must begin with the list of its tensors")
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for entry in listed:
         if not isinstance(entry, list) or len(entry) != 3:
-            raise ValueError("a tensor of a state has a name, a type and a shape")
+            raise ValueError("each tensor of a state needs a name, a dtype and a shape")
         name, dtype, shape = entry
         known_type = isinstance(dtype, str) and dtype in DTYPES
         if not isinstance(name, str) or name in layout or name in known or not known_type:
-            raise ValueError(f"a state cannot have {str(name)[:80]!r} of type {str(dtype)[:20]!r}, or not twice")
+            raise ValueError(f"invalid or repeated tensor {str(name)[:80]!r} of dtype {str(dtype)[:20]!r}")
         if not is_shape(shape):
-            raise ValueError(f"{name[:80]!r} of a state has no such shape")
+            raise ValueError(f"tensor {name[:80]!r} has an invalid shape")
         layout[name] = (DTYPES[dtype], tuple(shape))
     return layout
 
 
-def _compare(layout: Layout, expected: Layout, *, whole: bool) -> None:
-    """`whole`: all pages are here, else only what is on this one."""
+def _compare(layout: StateLayout, expected: StateLayout, *, whole: bool) -> None:
+    """Raise ValueError if the layouts differ. `whole`: all pages have arrived; otherwise compare only this one."""
     names = [name for name in {**(expected if whole else {}), **layout} if layout.get(name) != expected.get(name)]
     if names:
-        raise ValueError(f"{len(names)} tensors are not as expected, among them {names[0]!r}")
+        raise ValueError(f"{len(names)} tensors differ from the expected layout, among them {names[0]!r}")

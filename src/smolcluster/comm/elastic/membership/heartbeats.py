@@ -1,17 +1,16 @@
-"""A heartbeat roster: one process serves it, its members report to it, and all receive it. Nothing here imports torch.
+"""A heartbeat roster: members report fields to a server, which sends all reports to all members. Does not import torch.
 
     member -> server     REPORT: all fields of this member, again whenever one changes
-    server -> members    VIEW: the fields of all, whenever they change
+    server -> members    VIEW: the fields of all members, whenever they change
 
-Links, heartbeats, the token, TLS and the limits are those of the elastic plane's transport (elastic/tcp.py). A process that
-dies closes its connection, and the others know at once. One whose machine or network is gone closes nothing: it is missed when
-it has been silent for `silent_s`.
+Links, heartbeats, authentication and limits are those of the elastic plane's transport (transport/tcp.py). When a process
+dies its connection closes and the others know at once. When its machine or network is lost, it times out after `silent_s`.
 
 The mesh plane uses it twice: between the launchers of `train --elastic` (launch/restart/rendezvous.py), with the cluster
 token, and between ranks without a launcher (liveness.py), with a secret of that run.
 
-Server and client each have the thread of their transport, and nothing on it blocks. A member that reads slowly receives the
-newest view after the last one has left; one that does not read is evicted. Reports, members and the view are bounded.
+Server and client each run on their transport's thread and never block it. A slow member skips views: it receives the newest
+one after the last has been sent. One that does not read is disconnected. Reports, members and the view are bounded.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 
 REPORT_BYTES = 1 << 17  # of one member
-VIEW_BYTES = META_BYTES - (1 << 12)  # of all reports together, with their numbers
-NUMBER_BYTES = 32  # of a view, for each member: its number, and how it left
+VIEW_BYTES = META_BYTES - (1 << 12)  # of all reports together
+NUMBER_BYTES = 32  # per member in a view: its number, and how it left
 TEXT_CHARS = 2000  # of one text in a report
 MOST_MEMBERS = 4096
-MOST_GONE = 256  # of those that left, so many are remembered
-MOST_PENDING = 64  # connections that have not proved themselves
-CONNECT_S = 10.0  # for one attempt: a name may mean another machine by then
+MOST_GONE = 256  # former members in the view
+MOST_PENDING = 64  # unauthenticated connections
+CONNECT_S = 10.0  # per attempt; then the name is resolved again
 
 CLOSED, SILENT = "closed", "silent"  # how a member left
 Fields = dict[str, Any]
@@ -46,17 +45,17 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Numbers are assigned in the order of arrival, and never again."""
+    """The reports by member number. Numbers are assigned in the order of arrival and never reused."""
 
     members: dict[int, Fields] = field(default_factory=dict)
-    gone: dict[int, Fields] = field(default_factory=dict)  # the last fields of each
-    how: dict[int, str] = field(default_factory=dict)  # each of these left
+    gone: dict[int, Fields] = field(default_factory=dict)  # the last report of each former member
+    how: dict[int, str] = field(default_factory=dict)  # CLOSED or SILENT, for each of `gone`
 
 
 class MembershipServer:
-    """Serves the roster, as a handler of its transport. Listens from the start; UserError when it cannot.
+    """Serves the roster. Listens once constructed; raises UserError if it cannot.
 
-    Members prove that they hold a token of the `keyring`, else that they know the `secret`.
+    Members authenticate with a token of the `keyring`, or else with the `secret`.
     """
 
     def __init__(
@@ -64,8 +63,8 @@ class MembershipServer:
     ) -> None:
         # All of these belong to the transport's thread.
         self._view = Membership()
-        self._news = Message(kind=Kind.VIEW)  # the view, encoded; without one, until somebody is to get it
-        self._sizes: dict[int, int] = {}  # bytes of each report, also of those that left
+        self._news = Message(kind=Kind.VIEW)  # the view, encoded when it is first sent
+        self._sizes: dict[int, int] = {}  # bytes of each report, former members included
         self._members: dict[Link, _Member] = {}
         self._count = 0
         self._transport = _transport(silent_s, keyring, secret)
@@ -80,14 +79,14 @@ class MembershipServer:
         return split_address(self.address)[1]
 
     def close(self) -> None:
-        """What was sent arrives first."""
+        """Close after everything queued was sent."""
         self._transport.close()
 
     def linked(self, link: Link) -> None:
         if link.peer.role != "member":
-            link.close(f"this address is of a heartbeat roster, and not for a {link.peer.role}")
+            link.close(f"this address serves a heartbeat roster and accepts no {link.peer.role}")
         elif len(self._members) >= MOST_MEMBERS:
-            link.close(f"{MOST_MEMBERS} members are here already")
+            link.close(f"the heartbeat roster is full: {MOST_MEMBERS} members")
         else:
             self._members[link] = _Member()
 
@@ -98,7 +97,7 @@ class MembershipServer:
         nbytes = len(encode_meta(message.meta)) + NUMBER_BYTES
         number = member.number if member.number >= 0 else self._count
         if message.kind is not Kind.REPORT or nbytes > REPORT_BYTES or not self._make_room(number, nbytes):
-            link.close(f"no room for {message.kind.name} with {nbytes} bytes")
+            link.close(f"{message.kind.name} of {nbytes} bytes is not accepted; reports have at most {REPORT_BYTES}")
             return
         if member.number < 0:
             member.number, self._count = number, self._count + 1
@@ -123,7 +122,7 @@ class MembershipServer:
         pass
 
     def _make_room(self, number: int, nbytes: int) -> bool:
-        """Forget members that left until the report fits. Return whether it does."""
+        """Forget former members until the report fits. Returns whether it does."""
         while sum(self._sizes.values()) - self._sizes.get(number, 0) + nbytes > VIEW_BYTES:
             if not self._view.gone:
                 return False
@@ -141,10 +140,10 @@ class MembershipServer:
             self._send(link, member)
 
     def _send(self, link: Link, member: _Member) -> None:
-        """Send the newest view, unless the member has it or the last one is still on its way."""
+        """Send the newest view, unless the member has it or the last one is still being sent."""
         if member.is_stale and not member.is_sending:
             member.is_stale, member.is_sending = False, True
-            if not self._news.encoded:  # once for all members
+            if not self._news.encoded:  # encode once for all members
                 self._news.meta = {part: getattr(self._view, part) for part in Membership.__slots__}
                 shared(self._news)
             link.send(replace(self._news, channel=member.number), sent=functools.partial(self._sent, link, member))
@@ -163,9 +162,9 @@ class _Member:
 
 
 class MembershipClient:
-    """One member. Dials until the server answers; a link that is lost later is not made again.
+    """One member. Dials until the server answers; does not reconnect after a loss.
 
-    `on_change` is called after every change, on the transport's thread, and must not block.
+    `on_change` is called after every change of the view, on the transport's thread, and must not block.
     """
 
     def __init__(
@@ -173,14 +172,14 @@ class MembershipClient:
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self.view = Membership()
-        self.number = -1  # in the view; not known yet
-        self.refusal: str | None = None  # why there will be no link
-        self.lost: str | None = None  # how the server left
+        self.number = -1  # in the view; -1: not known yet
+        self.refusal: str | None = None  # why the server refused this member
+        self.lost: str | None = None  # CLOSED or SILENT, after the server was lost
         self._fields, self._open = dict(fields), True
         self._link: Link | None = None
         self._news = threading.Condition()
         self._transport = _transport(silent_s, keyring, secret)
-        with self._news:  # the transport's thread needs the dialer
+        with self._news:  # `linked` needs the dialer
             self._dialer = self._transport.dial(address, self)
 
     @property
@@ -195,13 +194,13 @@ class MembershipClient:
             self._report()
 
     def wait(self, question: Callable[[], bool], *, within_s: float) -> bool:
-        """Until the answer is yes, asked at every change; False when the time is over or the server is lost."""
+        """Wait until `question()` is true; it is evaluated at every change. Returns False on timeout or a lost server."""
         with self._news:
             self._news.wait_for(lambda: bool(self.lost or self.refusal) or question(), timeout=within_s)
         return question()
 
     def close(self) -> None:
-        """What was reported arrives first."""
+        """Close after the last report was sent."""
         self._open = False
         self._transport.close()
 
@@ -215,7 +214,7 @@ class MembershipClient:
         try:
             number, view = _read(message)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            link.close(f"not a view: {error!r}")
+            link.close(f"not a valid VIEW: {error!r}")
             return
         with self._news:
             self.number, self.view = number, view

@@ -1,10 +1,10 @@
-"""Everything a transport tells, in one queue, for a thread that does one thing at a time.
+"""A transport's callbacks as a queue of events, for one consumer thread.
 
-Payloads are received only where they were expected: `expect` says which messages may carry one, and its size. What was not
-announced is refused before a byte of it is read. Memory of payloads that were handed back by `release` is used again.
+A payload is received only if its message was announced with `expect` (exact shapes) or `allow` (a maximum size); others are
+refused before a byte of them is read. Memory that is returned by `release` is reused.
 
-What nobody has read yet is limited, all of it together. The limit follows from what was announced: a model of any size
-must find room for what honest peers send while the reader is busy.
+The bytes of unread payloads are limited in total. The limit grows with the announced payloads, so that a model of any size
+has room for what correct peers send while the consumer is busy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smolcluster.comm.elastic.transport.frames import NotWanted
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
 
 _FREE_PER_SIZE = 16
-_UNREAD_PER_SENDER = 4  # of everything that is expected: a worker has three pushes on their way before it waits
+_UNREAD_PER_SENDER = 4  # times everything that is expected: a worker has three pushes under way before it waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ Event = Linked | Unlinked | Received | DialRefused
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a message of one kind and channel carries."""
+    """The payload of messages of one kind and channel."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,11 +65,11 @@ class Payload:
 
 
 class Mailbox:
-    """A transport's handler. `get` is for one thread; everything else may be called from any."""
+    """A transport's handler. One thread calls `get`; all other methods are thread-safe."""
 
     def __init__(self, *, unread_bytes: int = 4 << 30) -> None:
-        """`unread_bytes`: how much may always wait to be read; more if what is expected or allowed needs more."""
-        self.num_senders = 1  # that send what is expected; set by the roster
+        """`unread_bytes`: limit of unread payloads; higher if expected or allowed messages need more."""
+        self.num_senders = 1  # of expected messages; set by the roster
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._expected: dict[Kind, Sequence[Payload]] = {}
         self._allowed: dict[Kind, int] = {}
@@ -79,35 +79,35 @@ class Mailbox:
         self._limit_bytes, self._unread_bytes = unread_bytes, 0
 
     def expect(self, kind: Kind, payloads: Sequence[Payload]) -> None:
-        """Messages of this kind may come; channel i carries `payloads[i]`."""
+        """Accept messages of this kind; channel i carries `payloads[i]`."""
         with self._lock:
             self._expected[kind] = list(payloads)
 
     def allow(self, kind: Kind, *, most_bytes: int) -> None:
-        """Messages of this kind may come with any payload up to `most_bytes`: the reader checks what it is."""
+        """Accept messages of this kind with any payload up to `most_bytes`; the reader validates it."""
         with self._lock:
             self._allowed[kind] = most_bytes
 
     def most_of(self, kind: Kind) -> int:
-        """Return how many bytes of this kind are allowed."""
+        """Return the `most_bytes` that `allow` set for this kind, else 0."""
         return self._allowed.get(kind, 0)
 
     def at_once(self, kind: Kind | None, callback: Callable[[int], None]) -> None:
-        """Call this with its epoch when such a message comes (None: when a link ends), on the transport's thread.
+        """Call this with the epoch of each such message (None: when a link ends), on the transport's thread.
 
-        For a reader that may be waiting for something else: it must be able to wake up.
+        It can wake a reader that is waiting for something else.
         """
         self._at_once[kind] = callback
 
     @property
     def most_unread_bytes(self) -> int:
-        """Several of everything that is expected, from each sender; or once the largest that is allowed."""
+        """The limit: several times everything expected, per sender; or the largest allowed payload."""
         expected = sum(payload.nbytes for payloads in self._expected.values() for payload in payloads)
         several = _UNREAD_PER_SENDER * self.num_senders * expected
         return max(self._limit_bytes, several, *self._allowed.values())
 
     def get(self, timeout_s: float | None = None) -> Event | None:
-        """The next event; None when none came in time. `timeout_s` 0: do not wait."""
+        """Return the next event, or None after the timeout. `timeout_s` 0: do not wait."""
         try:
             event = self._queue.get(block=timeout_s != 0, timeout=timeout_s or None)
         except queue.Empty:
@@ -118,13 +118,13 @@ class Mailbox:
         return event
 
     def release(self, payload: Tensor) -> None:
-        """The memory of a payload that is not needed any more."""
+        """Return the memory of a payload for reuse."""
         with self._lock:
             free = self._free.setdefault((payload.dtype, tuple(payload.shape)), [])
             if len(free) < _FREE_PER_SIZE:
                 free.append(payload)
 
-    # The transport's side
+    # Handler
 
     def linked(self, link: Link) -> None:
         self._queue.put(Linked(link))
@@ -166,4 +166,4 @@ class Mailbox:
         unread_bytes, most = self._unread_bytes + head.nbytes, self.most_unread_bytes
         if unread_bytes > most:
             name = f"{head.kind.name} of step {head.step}"
-            raise NotWanted(f"{name}: with it {unread_bytes} bytes would wait to be read here, more than {most}")
+            raise NotWanted(f"{name}: {unread_bytes} unread bytes with it, the limit is {most}")

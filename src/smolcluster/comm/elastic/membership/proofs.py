@@ -1,8 +1,8 @@
-"""Keys between two workers, so that each can prove to the other which member it is.
+"""Pairwise keys, by which two workers authenticate to each other as members of a view.
 
-Every member knows the instances and addresses of all others, so these prove nothing. The coordinator, to whom each worker has
-proved its instance when it joined, gives every pair of members a key of its own with the view. On a link each side sends a MAC
-under that key, over what only this connection has: a proof is of no use on another one, and of none to a third member.
+Every member knows the instances and addresses of all others, so these prove nothing. The coordinator, which has verified each
+worker's instance at its JOIN, sends every pair of members a key of its own with the view. On a link each side sends a MAC
+with that key over the connection's binding, so a proof is useless on another connection and to a third member.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _KEY = re.compile(r"[0-9a-f]{32}")
 
 
 class PairKeys:
-    """The coordinator's: the same key for a pair in every view."""
+    """The coordinator's keys: a pair has the same key in every view."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
 
     def of(self, instance: str, others: Iterable[str]) -> dict[str, str]:
-        """Return the keys of a member, by the instance of the other one."""
+        """Return the keys of a member, by the other member's instance."""
         return {other: self._key(*sorted((instance, other))) for other in others if other != instance}
 
     def _key(self, first: str, second: str) -> str:
@@ -33,14 +33,14 @@ class PairKeys:
 
 
 def read_keys(value: Any) -> dict[str, bytes]:
-    """Return the keys that came with a view. Raises ValueError."""
+    """Parse the keys received with a view. Raises ValueError."""
     if not isinstance(value, Mapping) or not all(isinstance(k, str) and _KEY.fullmatch(k) for k in value.values()):
-        raise ValueError(f"keys of a view are {2 * KEY_BYTES} hex digits each")
+        raise ValueError(f"keys of a view must be {2 * KEY_BYTES} hex digits each")
     return {str(instance): bytes.fromhex(key) for instance, key in value.items()}
 
 
 def proof(key: bytes, *, binding: bytes, instance: str) -> str:
-    """Return what the worker with this instance sends. `binding`: what both ends of the connection know, and no other has."""
+    """Return the MAC that the worker with this instance sends. `binding`: `Link.binding`."""
     return hmac.new(key, b"smolcluster member " + binding + instance.encode(), hashlib.sha256).hexdigest()
 
 

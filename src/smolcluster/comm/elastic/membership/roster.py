@@ -1,12 +1,12 @@
-"""Who takes part in a run, as its server knows it.
+"""The server's roster: the members of a run.
 
-    ASK   -> PLAN                      anyone with the token may ask what is trained here
-    JOIN  -> checked, then waiting     `newcomers`, until the strategy welcomes them at a step boundary
-    link lost or closed                the member is gone, and its lease comes back
-    link silent                        the member is paused: as gone, but its link is kept. Heard again, it is a newcomer
+    ASK   -> PLAN                      any authenticated peer may ask for the plan
+    JOIN  -> validated                 a newcomer, until the strategy welcomes it at a step boundary
+    link lost or closed                the member is removed, and its lease returns
+    link silent                        the member is paused: as removed, but its link is kept; a newcomer when it answers again
 
-Every change raises the epoch. The server's thread calls `get` and receives only what concerns members: messages and losses.
-What is not in order is refused, counted and logged with the peer's name, and nobody else is disturbed.
+Every change of the members increments the epoch. The server's thread calls `get`, which returns only messages and losses of
+members. A peer that breaks the protocol is refused, counted and logged; others are not affected.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from smolcluster.comm.elastic.transport.messages import Kind, Message
 
 log = logging.getLogger(__name__)
 
-RANK_JOINS = (60, 0.5)  # at once, and per second from then on
+RANK_JOINS = (60, 0.5)  # burst, and per second
 ALL_JOINS = (4096, 20.0)
 MOST_REPORT = 64  # fields of a report
-MOST_TEXT = 200  # of a field
-LOOK_S = 0.1  # between two looks for silent members, where they are many
-MOST_NAMES = 1000  # peers name themselves: refusals of further ones are counted together
+MOST_TEXT = 200  # characters of a field
+LOOK_S = 0.1  # between two checks for silent members, where there are many
+MOST_NAMES = 1000  # refusals are counted by peer name up to this many names, then together
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,12 +40,12 @@ class Member:
     batch_size: int
     automatic: bool = False  # its batch size follows its speed
     address: str = ""  # where it listens for other workers
-    returning: bool = False  # it was paused, and not lost
+    returning: bool = False  # it was paused, not lost
     epoch: int = 0  # of its welcome
-    step: int = 0  # the last step that it had begun when it joined; edp keeps count of its steps from there
+    step: int = 0  # the last step it had begun when it joined; edp counts its steps from there
     speed: float = 0.0  # samples per second of computing, smoothed; 0: not known yet
-    fixed_s: float = 0.0  # what a step takes it beside computing, smoothed
-    said: Mapping[str, Any] = field(default_factory=dict)  # in its JOIN
+    fixed_s: float = 0.0  # seconds of a step beside computing, smoothed
+    said: Mapping[str, Any] = field(default_factory=dict)  # the meta of its JOIN
     report: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -76,19 +76,19 @@ class MemberGone:
 
 
 class JoinLimit:
-    """Token buckets: how often one rank may join, and all of them together. Each join is a line of the run's record."""
+    """Rate limits for joins, per rank and in total (token buckets): each join is logged in the run's history."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: dict[int | None, tuple[float, float]] = {}  # tokens left, and when; None: of all ranks together
+        self._buckets: dict[int | None, tuple[float, float]] = {}  # tokens left, and when; None: total
 
     def admits(self, rank: int) -> bool:
-        """Count a join. False: too many in too short a time."""
+        """Count a join. Returns False if it exceeds a limit."""
         now = self._clock()
         mine, all_together = self._left(rank, RANK_JOINS, now), self._left(None, ALL_JOINS, now)
         if mine < 1 or all_together < 1:
             return False
-        if len(self._buckets) > MOST_NAMES:  # those that are full again say nothing
+        if len(self._buckets) > MOST_NAMES:  # full buckets need not be kept
             full = [
                 key for key in self._buckets if key is not None and self._left(key, RANK_JOINS, now) >= RANK_JOINS[0]
             ]
@@ -104,7 +104,7 @@ class JoinLimit:
 
 
 class JoinRefused(Exception):
-    """Why a peer may not join."""
+    """A JOIN is not acceptable; the reason is sent to the peer."""
 
 
 class Roster:
@@ -118,13 +118,13 @@ class Roster:
         on_change: Callable[[str, Member, str], None],
         epoch: int = 0,
     ) -> None:
-        """`admit` reads a JOIN and makes the member, or raises Refusal. `on_change` receives joined, left, evicted, paused."""
+        """`admit` makes a member from a JOIN or raises JoinRefused. `on_change` receives joined, left, evicted or paused."""
         self.members: dict[int, Member] = {}
         self.newcomers: list[Member] = []
-        self._reports: dict[int, dict[str, Any]] = {}  # of members that have left in good order, the last of each rank
+        self._reports: dict[int, dict[str, Any]] = {}  # the last report of each rank that has left properly
         self._joins = JoinLimit()
         self.paused: list[Member] = []
-        self.patience_s = 0.0  # pause a silent member no sooner; to wait for about a step costs less than to go on
+        self.patience_s = 0.0  # pause no earlier: waiting for about a step is cheaper than a change of members
         self.epoch = epoch
         self.joined = self.lost = 0
         self.refused: Counter[str] = Counter()  # by peer name
@@ -132,19 +132,19 @@ class Roster:
         self.expect, self.allow, self.release = mailbox.expect, mailbox.allow, mailbox.release
         self._on_event, self._on_change = on_event, on_change
         self._links: set[Link] = set()
-        self._answered: set[Link] = set()  # have asked, and know the plan
+        self._answered: set[Link] = set()  # have received the plan
         self._news: deque[MemberGone] = deque()
-        self._unlooked, self._looked = 0, time.monotonic()  # events since the last look for silent members; its time
+        self._unlooked, self._looked = 0, time.monotonic()  # events since the last check for silent members; its time
 
     @property
     def reports(self) -> list[dict[str, Any]]:
-        """Of members that have left in good order."""
+        """Return the last reports of members that have left properly."""
         return list(self._reports.values())
 
     # Receiving
 
     def get(self, timeout_s: float | None = None) -> MemberMessage | MemberGone | None:
-        """The next thing a member said or did; None after `timeout_s`, or when only newcomers changed."""
+        """Return a member's next message or loss; None after `timeout_s`, or when only newcomers changed."""
         if self._news:
             return self._news.popleft()
         self._pause_silent()
@@ -161,7 +161,7 @@ class Roster:
                     return said
             case _:
                 pass
-        # A loss is reported before anything else: a member that joins again is welcomed only after it.
+        # Report losses first: a member that rejoins must not be welcomed before its loss was handled.
         return self._news.popleft() if self._news else None
 
     def _received(self, link: Link, message: Message) -> MemberMessage | None:
@@ -170,7 +170,7 @@ class Roster:
             member = None
         match message.kind:
             case Kind.ASK if link in self._answered:
-                self.refuse(link, "it asks again and again")
+                self.refuse(link, "sent ASK more than once")
             case Kind.ASK:
                 self._answered.add(link)
                 link.send(Message(kind=Kind.PLAN, meta=dict(self._plan)))
@@ -183,22 +183,22 @@ class Roster:
             case _ if member is not None:
                 return MemberMessage(member, message)
             case _ if any(other.link is link for other in (*self.newcomers, *self.paused)):
-                pass  # it has come back, and still speaks of where it was before
+                pass  # sent before it was paused or lost
             case _:
                 self.refuse(link, f"{message.kind.name} before it has joined")
         return None
 
     def _join(self, link: Link, meta: Mapping[str, Any]) -> None:
         peer = link.peer
-        if not self._joins.admits(peer.rank):  # it dials again, later each time
+        if not self._joins.admits(peer.rank):  # it dials again, with backoff
             self._forget(link)
-            link.close("this rank joins too often")
+            link.close("this rank joins too often; retry later")
             return
         known = [*self.members.values(), *self.newcomers, *self.paused]
         holder = next((m for m in known if m.rank == peer.rank), None)
         twin = next((m for m in known if m.instance == peer.instance and m.rank != peer.rank), None)
-        if twin is not None:  # leases and holdings are kept by instance
-            self.refuse(link, f"it calls itself instance {peer.instance}, as {twin.name} does")
+        if twin is not None:  # leases are kept by instance
+            self.refuse(link, f"instance {peer.instance} is already used by {twin.name}")
             return
         if holder is not None and holder.instance != peer.instance and holder.link.open:
             self.refuse(link, f"rank {peer.rank} is taken by {holder.name}; give this worker another rank")
@@ -222,31 +222,31 @@ class Roster:
             self._remove(member, reason)
 
     def _forget(self, link: Link) -> None:
-        """What still comes from this link is not listened to."""
+        """Ignore further messages of this link."""
         self._links.discard(link)
         self._answered.discard(link)
 
-    # Changing the membership; the strategy decides when
+    # Changing the members; the strategy decides when
 
     def welcome(self, member: Member) -> None:
-        """A newcomer becomes a member."""
+        """Make a newcomer a member."""
         self.newcomers.remove(member)
         self.epoch += 1
         member.epoch = self.epoch
         self.members[member.rank] = member
         self._mailbox.num_senders = len(self.members)
         self.joined += not member.returning
-        self._on_change("joined", member, "heard again" if member.returning else "")
+        self._on_change("joined", member, "answers again" if member.returning else "")
         log.info("%s %s", member.name, "is back" if member.returning else "joined")
 
     def renew(self, member: Member) -> None:
-        """It is welcomed again: what it sent before that does not count."""
+        """Give a member a new epoch: messages that it sent before are stale."""
         self.epoch += 1
         member.epoch = self.epoch
 
     def evict(self, member: Member, reason: str) -> None:
-        """Put a member out: it must join again to take part. `get` tells that it is gone."""
-        reason = printable(reason, limit=MAX_REASON)  # it may quote what the member said
+        """Remove a member, which may join again. `get` returns the loss."""
+        reason = printable(reason, limit=MAX_REASON)  # may quote the member
         self._remove(member, reason, what="evicted")
         member.link.close(reason)
 
@@ -259,7 +259,7 @@ class Roster:
         del self.members[member.rank]
         self._mailbox.num_senders = len(self.members)
         self.epoch += 1
-        if member.report:  # it said good-bye
+        if member.report:  # it left properly
             self._reports[member.rank] = member.report
             log.info("%s has left", member.name)
         else:
@@ -268,13 +268,13 @@ class Roster:
         self._news.append(MemberGone(member, reason))
         self._on_change(what, member, reason)
 
-    # Members that are silent
+    # Silent members
 
     def _pause_silent(self) -> None:
-        """Go on without members that are silent, and let those in again that are heard.
+        """Pause silent members, and make those that answer again newcomers.
 
-        If all are silent nobody could go on, and this process may be the one that is cut off. Where members are many, not all
-        of them are looked at for each message of one.
+        If all are silent none is paused: this process may be the one that is cut off. With many members the check runs less
+        often than once per message.
         """
         now = time.monotonic()
         self._unlooked += 1
@@ -304,12 +304,12 @@ class Roster:
             self._on_change("left", member, reason)
 
     def refuse(self, link: Link, reason: str) -> None:
-        """End a link whose peer does what it may not."""
-        name, reason = link.peer.name, printable(reason, limit=MAX_REASON)  # it may quote what the peer said
+        """Send REFUSE and end the link of a peer that breaks the protocol."""
+        name, reason = link.peer.name, printable(reason, limit=MAX_REASON)  # may quote the peer
         counted = name if name in self.refused or len(self.refused) < MOST_NAMES else "others"
         self.refused[counted] += 1
         count = self.refused[counted]
-        if count <= 10 or count & (count - 1) == 0:  # a peer that is refused without end does not fill the log
+        if count <= 10 or count & (count - 1) == 0:  # do not flood the log
             log.warning("refused %s: %s%s", name, reason, f" ({count} times by now)" if count > 10 else "")
         self._forget(link)
         link.send(Message(kind=Kind.REFUSE, meta={"reason": reason}))
@@ -321,19 +321,19 @@ class Roster:
         return [self.members[rank] for rank in sorted(self.members)]
 
     def send(self, members: Iterable[Member], message: Message) -> None:
-        """To each of these. A link that has just ended drops it: `get` reports the loss."""
+        """Send to each of these. A link that has ended drops the message; `get` returns the loss."""
         for member in members:
             member.link.send(message)
 
     def wait_for_end(self, *, timeout_s: float) -> None:
-        """After STOP: until every member has left, with its report."""
+        """Wait after STOP until every member has left and reported."""
         deadline = time.monotonic() + timeout_s
         while self.members and (left := deadline - time.monotonic()) > 0:
             self.get(left)
 
 
 def _scalars(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and short texts of a report."""
+    """Keep the numbers and short texts of a report."""
     return {
         key: value
         for key, value in list(meta.items())[:MOST_REPORT]

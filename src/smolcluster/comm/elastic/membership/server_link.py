@@ -1,10 +1,10 @@
-"""A worker's line to its server: it comes back by itself after a loss.
+"""A worker's link to its server, which reconnects and rejoins by itself.
 
-    ASK  ->  PLAN      once: what is trained here
-    JOIN ->  WELCOME, STATE ...    after every (re)connect: take part, from the server's weights
+    ASK  ->  PLAN                  once: the configuration of the run
+    JOIN ->  WELCOME, STATE ...    after every (re)connect: admission, and the server's weights
 
-Between them the strategy sends and receives what it likes. `get` gives the server's messages in order; after a loss the
-next one is a WELCOME, since the line has joined again. Leases travel in the meta of any message and gather here.
+After that the strategy exchanges messages of its own. `get` returns the server's messages in order; after a loss the next
+one is a WELCOME. Leases arrive in the meta of any message and are collected in `leases`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from smolcluster.errors import UserError
 
 log = logging.getLogger(__name__)
 
-BESIDE = 4  # messages of a large transfer that a link has at a time
+BESIDE = 4  # messages of `send_beside` that are queued at the link at a time
 
 
 class Stopped(Exception):
-    """This worker was asked to leave while it waited."""
+    """This worker was asked to stop while it waited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Samples to read for one round, which ends with `step`: parts of the stream."""
+    """The samples of one round, which ends with `step`, as ranges (start, count) of the stream."""
 
     step: int
     ranges: tuple[tuple[int, int], ...]
-    steps: int = 1  # of the round, which share the samples
+    steps: int = 1  # of the round; they share the samples
 
     @property
     def samples(self) -> int:
@@ -54,14 +54,14 @@ class Lease:
     def from_meta(cls, value: Any) -> Lease:
         ranges = tuple((int(start), int(count)) for start, count in value["ranges"])
         if any(start < 0 or count < 0 for start, count in ranges):
-            raise ValueError(f"no samples can be {ranges}")
+            raise ValueError(f"invalid sample ranges {ranges}")
         step, steps = int(value["step"]), int(value.get("steps", 1))
         if not 1 <= steps <= max(1, step):
             raise ValueError(f"a round that ends with step {step} cannot have {steps} steps")
         return cls(step, ranges, steps)
 
 
-class Line:
+class ServerLink:
     def __init__(
         self,
         transport: Transport,
@@ -71,17 +71,17 @@ class Line:
     ) -> None:
         self.transport, self.address = transport, address
         self.leases: deque[Lease] = deque()
-        self.join: Callable[[], dict[str, Any]] | None = None  # what to say in JOIN, once there is something to say
+        self.join: Callable[[], dict[str, Any]] | None = None  # makes the meta of JOIN; None: ASK first
         self.losses = 0
         self._mailbox = mailbox = Mailbox()
         self.expect, self.allow = mailbox.expect, mailbox.allow
         self.at_once, self.release = mailbox.at_once, mailbox.release
         self._link: Link | None = None
-        self._kept: Message | None = None  # read, and not yet answered for
+        self._kept: Message | None = None  # to be returned by the next `get`
         self._stop_requested = stop_requested
         self._lock = threading.Lock()
-        self._beside: deque[tuple[Link, Message]] = deque()  # wait for those before them to leave; guarded by the lock
-        self._leaving = 0  # of them, that their link has; guarded by the lock
+        self._beside: deque[tuple[Link, Message]] = deque()  # of `send_beside`, not queued yet; guarded by the lock
+        self._num_queued = 0  # of `send_beside`, at their link; guarded by the lock
         self._dialer = transport.dial(address, mailbox)
 
     # Sending
@@ -97,7 +97,7 @@ class Line:
         meta: Mapping[str, Any] | None = None,
         payload: Tensor | None = None,
     ) -> Work:
-        """Queue a message. While the server is away it is dropped: a WELCOME will come and start anew."""
+        """Queue a message. Without a connection it is dropped: the next WELCOME starts anew."""
         if self._link is None:
             return Done()
         return self._link.send(
@@ -113,23 +113,22 @@ class Line:
         )
 
     def send_beside(self, messages: Iterable[Message]) -> None:
-        """Send these in order, a few at a time: what `send` is given meanwhile does not wait for all of them."""
+        """Send a large transfer in order, a few messages at a time, so that `send` does not wait for all of it."""
         if (link := self._link) is not None:
             with self._lock:
                 self._beside += [(link, message) for message in messages]
             self._pump()
 
     def _pump(self, most: float = BESIDE) -> None:
-        with self._lock:  # also while they are sent: another thread would send the next one first
-            while self._beside and self._leaving < most:
+        with self._lock:  # held while sending: two threads must not swap messages
+            while self._beside and self._num_queued < most:
                 link, message = self._beside.popleft()
-                self._leaving += 1
-                link.send(message, sent=self._left)  # on a link that has ended it is dropped
+                self._num_queued += 1
+                link.send(message, sent=self._sent)  # dropped if the link has ended
 
-    def _left(self, _: bool) -> None:
-        """On the transport's thread."""
+    def _sent(self, _: bool) -> None:
         with self._lock:
-            self._leaving -= 1
+            self._num_queued -= 1
         self._pump()
 
     @property
@@ -138,13 +137,13 @@ class Line:
 
     @property
     def own_host(self) -> str:
-        """The address of this machine on its way to the server: there other workers reach it, too."""
+        """This machine's address on the route to the server, where other workers can reach it."""
         return own_host(self.address)
 
     # Receiving
 
     def get(self, timeout_s: float | None = None) -> Message | None:
-        """The server's next message; None after `timeout_s`. Raises Stopped when this worker was asked to leave."""
+        """Return the server's next message, or None after `timeout_s`. Raises Stopped if this worker was asked to stop."""
         if self._kept is not None:
             message, self._kept = self._kept, None
             return message
@@ -163,7 +162,7 @@ class Line:
                 return opened
 
     def state(self, count: int) -> dict[str, Tensor] | None:
-        """The tensors that a WELCOME announced; None when the line was lost on the way: the next is a WELCOME."""
+        """Receive the tensors that a WELCOME announced. None if the link was lost meanwhile: the next is a WELCOME."""
         state = ServerState(count, most_bytes=self._mailbox.most_of(Kind.STATE))
         while not state.complete:
             message = self.get()
@@ -189,9 +188,9 @@ class Line:
                 if link is self._link:
                     self.losses += 1
                     self._link = None
-                    log.warning("lost the server at %s: %s; trying again", self.address, reason)
+                    log.warning("lost the server at %s: %s; reconnecting", self.address, reason)
             case DialRefused(_, reason):
-                raise UserError(f"the server at {self.address} refuses this worker: {reason}")
+                raise UserError(f"the server at {self.address} refused this worker: {reason}")
             case Received(link, message) if link is self._link:
                 return self._open(message)
             case _:
@@ -201,16 +200,14 @@ class Line:
     def _open(self, message: Message) -> Message | None:
         if message.kind is Kind.REFUSE:
             raise UserError(
-                f"the server at {self.address} refuses this worker: {message.meta.get('reason', 'no reason')}"
+                f"the server at {self.address} refused this worker: {message.meta.get('reason', 'no reason given')}"
             )
         if message.kind is Kind.WELCOME:
             self.leases.clear()
         try:
             self.leases += [Lease.from_meta(lease) for lease in message.meta.get("leases", ())]
         except (KeyError, TypeError, ValueError) as error:
-            raise PeerLost(
-                f"the server at {self.address} sent a lease that cannot be read: {error!r}"[:MAX_REASON]
-            ) from error
+            raise PeerLost(f"the server at {self.address} sent an invalid lease: {error!r}"[:MAX_REASON]) from error
         return message
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The state that a server sends to a worker that joins: tensors in slices, behind the WELCOME that announces them."""
+"""The state that a server sends to a joining worker: tensors in slices, after the WELCOME that announces them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLICE_BYTES = 1 << 20
 
 
 def server_messages(tensors: Mapping[str, Tensor], *, step: int, epoch: int) -> Iterator[Message]:
-    """What follows a WELCOME that announces so many tensors: slices, the first of each with its name and shape."""
+    """Yield the STATE messages that follow a WELCOME: slices, the first one of each tensor with its name and shape."""
     numbers = itertools.count()
     for name, tensor in tensors.items():
         meta: dict[str, Any] = {"name": name, "shape": list(tensor.shape)}
@@ -26,13 +26,13 @@ def server_messages(tensors: Mapping[str, Tensor], *, step: int, epoch: int) -> 
 
 
 class ServerState:
-    """The tensors that follow a WELCOME, as they come. Raises ValueError for what cannot be."""
+    """Assembles the tensors that follow a WELCOME. Raises ValueError for an invalid message."""
 
     def __init__(self, count: int, *, most_bytes: int) -> None:
         """`most_bytes`: of one tensor."""
         self.tensors: dict[str, Tensor] = {}
         self._count, self._most_bytes, self._number = count, most_bytes, 0
-        self._filling: tuple[str, Tensor, int] | None = None  # a tensor that comes in slices, as a row; how far it is
+        self._filling: tuple[str, Tensor, int] | None = None  # name, tensor and received elements of the current one
 
     @property
     def complete(self) -> bool:
@@ -41,24 +41,24 @@ class ServerState:
     def take(self, message: Message) -> None:
         part = message.payload
         if message.kind is not Kind.STATE or message.channel != self._number or part is None or part.dim() != 1:
-            raise ValueError(f"{message.kind.name} in the middle of a state")
+            raise ValueError(f"{message.kind.name} instead of the next slice of its state")
         self._number += 1
         if self._filling is None:
             name, shape = message.meta.get("name"), message.meta.get("shape")
             if not isinstance(name, str) or not is_shape(shape):
-                raise ValueError("a tensor of a state has a name and a shape")
+                raise ValueError("a tensor without a name and a shape")
             assert isinstance(shape, list)
-            nbytes = math.prod(size or 1 for size in shape) * part.itemsize  # an empty tensor can be too large too
+            nbytes = math.prod(size or 1 for size in shape) * part.itemsize  # zero dimensions must not hide huge ones
             if nbytes > self._most_bytes:
-                raise ValueError(f"a state in which {name[:80]!r} has {nbytes} bytes")
-            if part.numel() == math.prod(shape):  # as a rule
+                raise ValueError(f"tensor {name[:80]!r} of {nbytes} bytes, the limit is {self._most_bytes}")
+            if part.numel() == math.prod(shape):  # the usual case
                 self.tensors[name] = part.view(shape)
                 return
             self._filling = name, torch.empty(shape, dtype=part.dtype), 0
         name, tensor, start = self._filling
         end = start + part.numel()
         if part.dtype is not tensor.dtype or not start < end <= tensor.numel():
-            raise ValueError(f"a slice that {name[:80]!r} does not have")
+            raise ValueError(f"an invalid slice of {name[:80]!r}")
         tensor.view(-1)[start:end] = part
         self._filling = (name, tensor, end) if end < tensor.numel() else None
         if self._filling is None:
@@ -66,7 +66,7 @@ class ServerState:
 
 
 def slices(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """The number of each tensor and a part of it, until there is no more. Of an empty one there is nothing."""
+    """Yield slices of at most `SLICE_BYTES` with the index of their tensor. Empty tensors have none."""
     for number, tensor in enumerate(tensors):
         row = tensor.reshape(-1)
         length = SLICE_BYTES // row.itemsize

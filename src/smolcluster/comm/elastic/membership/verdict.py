@@ -1,21 +1,21 @@
-"""Which members to evict when some report that they cannot reach others.
+"""Decide which members to evict when some report that they cannot reach others.
 
-A complaint `(accuser, accused)` says that a link between two members is broken. Members of a view exchange pieces with each
-other, so no two of those that stay may have a broken link between them: the evicted must be a vertex cover of the graph of
+A complaint `(accuser, accused)` says that the link between two members is broken. Members of a view exchange chunks with each
+other, so no link between two remaining members may be broken: the evicted members must be a vertex cover of the graph of
 complaints. The verdict is the smallest one:
 
-    one member cut off from all others        that member, whatever its rank
-    the members fall into two parts           the smaller part
-    one member complains about everybody      that member
+    one member is cut off from all others     that member, whatever its rank
+    a network partition                       the smaller part
+    one member complains about all others     that member
     two members complain about each other     the one with more recent evictions, else the higher rank
 
-Two rules limit what complaints can do:
+Two rules limit the effect of complaints:
 
-    never a majority       at most half of the members go at once; the rest complain again if that was not enough
+    never a majority       at most half of the members are evicted at once; more complaints follow if that was not enough
     a second witness       a member that does not complain itself is evicted only if two others accuse it, where there are two
 
-A member that the coordinator has not heard from either explains its complaints first. If most members are silent, the
-coordinator itself is cut off, and nobody is evicted.
+Members that are silent towards the coordinator too are evicted first. If most members are silent, the coordinator itself is
+cut off and evicts none.
 
 The search is exact up to `EXACT` members with complaints, and greedy (most complaints first) beyond.
 """
@@ -26,7 +26,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 
 EXACT = 12  # members with complaints: 4096 subsets
-FORGET_S = 300.0  # without an eviction: one earlier eviction is forgotten
+FORGET_S = 300.0  # every so often without an eviction, one earlier eviction is forgotten
 
 Complaint = tuple[int, int]  # accuser, accused
 
@@ -38,7 +38,7 @@ def verdict(
     silent: Collection[int] = (),
     strikes: Mapping[int, int] | None = None,
 ) -> set[int]:
-    """Return the ranks to evict. `strikes`: recent evictions by rank, which decide between equals."""
+    """Return the ranks to evict. `strikes`: recent evictions by rank, which break ties."""
     present = set(members)
     known = {(a, b) for a, b in complaints if a != b and a in present and b in present}
     quiet = set(silent) & present
@@ -50,12 +50,12 @@ def verdict(
 
 
 def is_lone(members: Collection[int], complaints: Collection[Complaint]) -> bool:
-    """Return whether all there is is the word of one member against another, and a third could confirm it."""
+    """Return whether there is only one complaint, and a third member that could confirm it."""
     return len(members) > 2 and len(set(complaints)) == 1
 
 
 def _cover(complaints: set[Complaint], *, num_members: int, most: int, strikes: Mapping[int, int]) -> set[int]:
-    """Return the smallest set of members that explains all complaints; if it has more than `most`, a part of it."""
+    """Return the smallest vertex cover of the complaints, or a part of it if it has more than `most` members."""
     accusers: dict[int, set[int]] = {}
     for accuser, accused in complaints:
         accusers.setdefault(accused, set()).add(accuser)
@@ -85,7 +85,7 @@ def _cover(complaints: set[Complaint], *, num_members: int, most: int, strikes: 
 
 
 def _greedy(edges: set[frozenset[int]], *, most: int, guilt: Callable[[int], tuple[int, int, int]]) -> set[int]:
-    """Take the member with most complaints that are not explained yet, again and again."""
+    """Repeatedly take the member with most uncovered complaints."""
     chosen: set[int] = set()
     while edges and len(chosen) < most:
         ranks = {rank for edge in edges for rank in edge}
@@ -96,17 +96,17 @@ def _greedy(edges: set[frozenset[int]], *, most: int, guilt: Callable[[int], tup
 
 
 class Strikes:
-    """How often each member was evicted lately. Every `FORGET_S` without another eviction one is forgotten."""
+    """Recent evictions of each member. Every `FORGET_S` without another one, one is forgotten."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[int, float]] = {}  # rank -> how often, and when last
+        self._last: dict[int, tuple[int, float]] = {}  # rank -> count, time of the last one
 
     def count(self, rank: int, *, now: float) -> int:
         times, last = self._last.get(rank, (0, now))
         return max(0, times - int((now - last) / FORGET_S))
 
     def add(self, rank: int, *, now: float) -> int:
-        """Count one more eviction. Returns how many there are."""
+        """Count an eviction. Returns the new count."""
         times = self.count(rank, now=now) + 1
         self._last[rank] = (times, now)
         return times

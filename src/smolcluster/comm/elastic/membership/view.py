@@ -1,7 +1,7 @@
-"""Who takes part, from which step on: as the coordinator decides it and every member receives it.
+"""A view: the set of members that the coordinator has agreed on, numbered by its epoch, from a step on.
 
-A view has an epoch, one more than the last one's. Members stand in the order of their ranks; a member's place in that order
-is its rank in the group of the view, so groups are dense although ranks have holes after a loss.
+Members are sorted by rank. A member's index is its rank in the view's group, so groups are dense although ranks have gaps
+after a loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_TEXT = 255
 
 
 class ViewChanged(PeerLost):
-    """The members are no longer these: what was under way is to be done again in the next view."""
+    """The membership has changed: operations under way must be repeated in the next view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class ViewMember:
     rank: int
     instance: str  # of the process: 16 hex digits, new at every start
     host: str
-    address: str  # host:port, where it listens for other workers
+    address: str  # host:port where it listens for other workers
 
     @property
     def name(self) -> str:
-        """For messages: `worker 2 (pi5)`."""
+        """Return the name for logs: `worker 2 (pi5)`."""
         return f"worker {self.rank} ({self.host})"
 
     def to_meta(self) -> dict[str, Any]:
@@ -42,11 +42,11 @@ class ViewMember:
         fields = _fields(value, "member", ("rank", "instance", "host", "address"))
         instance = _text(fields, "instance")
         if _INSTANCE.fullmatch(instance) is None:
-            raise ValueError(f"a member's instance is 16 hex digits, not {instance!r}")
+            raise ValueError(f"a member's instance must be 16 hex digits, not {instance!r}")
         address = _text(fields, "address")
         host, _, port = address.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ValueError(f"a member's address is host:port, not {address!r}")
+            raise ValueError(f"a member's address must be host:port, not {address!r}")
         return cls(rank=_count(fields, "rank"), instance=instance, host=_text(fields, "host"), address=address)
 
 
@@ -59,12 +59,12 @@ class View:
     def __post_init__(self) -> None:
         ranks = [member.rank for member in self.members]
         if ranks != sorted(set(ranks)):
-            raise ValueError(f"the members of a view stand in the order of their ranks, each once, not {ranks}")
+            raise ValueError(f"the members of a view must be sorted by rank, without duplicates, not {ranks}")
         if len({member.instance for member in self.members}) != len(ranks):
             raise ValueError("two members of a view have the same instance")
 
     def index(self, instance: str) -> int | None:
-        """The place of this process in the view; None if it has none."""
+        """Return this process's index in the view, or None."""
         return next((i for i, member in enumerate(self.members) if member.instance == instance), None)
 
     def to_meta(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class View:
         fields = _fields(value, "view", ("epoch", "step", "members"))
         members = fields["members"]
         if not isinstance(members, list) or len(members) > _MOST_MEMBERS:
-            raise ValueError(f"the members of a view are a list of at most {_MOST_MEMBERS}")
+            raise ValueError(f"the members of a view must be a list of at most {_MOST_MEMBERS}")
         return cls(
             epoch=_count(fields, "epoch"),
             step=_count(fields, "step"),
@@ -83,24 +83,24 @@ class View:
         )
 
 
-# What came over the wire is believed only after this.
+# Validation of received fields
 
 
 def _fields(value: Any, what: str, names: tuple[str, ...]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or set(value) != set(names):
-        raise ValueError(f"a {what} has {', '.join(names)} and nothing else")
+        raise ValueError(f"a {what} must have exactly the fields {', '.join(names)}")
     return value
 
 
 def _count(fields: Mapping[str, Any], name: str) -> int:
     value = fields[name]
-    if type(value) is not int or not 0 <= value < 2**63:  # a bool is an int, and not meant here
-        raise ValueError(f"{name} is a whole number from 0 on, not {str(value)[:80]!r}")
+    if type(value) is not int or not 0 <= value < 2**63:  # excludes bool
+        raise ValueError(f"{name} must be an integer >= 0, not {str(value)[:80]!r}")
     return value
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
     value = fields[name]
     if not isinstance(value, str) or not 0 < len(value) <= _MOST_TEXT or not value.isprintable():
-        raise ValueError(f"{name} is a short line of text, not {str(value)[:80]!r}")
+        raise ValueError(f"{name} must be printable text of at most {_MOST_TEXT} characters, not {str(value)[:80]!r}")
     return value

@@ -471,7 +471,7 @@ def check_bind(host: str, keyring: Keyring | None) -> None:
     """Raise UserError for listening beyond loopback without a token."""
     if keyring is None and not is_loopback(host):
         raise UserError(
-            f"listening on '{host}' accepts connections from other machines, which needs a cluster token; make one with "
+            f"listening on '{host}' accepts connections from other machines, but there is no cluster token; make one with "
             "`smolcluster token new` and give it to every machine (its token file, or SMOLCLUSTER_TOKEN), "
             "or listen on 127.0.0.1"
         )

@@ -1,9 +1,7 @@
-"""One process does the work while the others wait for it.
+"""A file lock, so that one process of a machine makes a download or token file while the others wait for it.
 
-Several workers of one machine start at the same moment and want the same download or token file. The first to lock a file
-works; the rest wait until it is done, or dead. The lock only saves work. That the result is right never depends on it: the one
-that works writes a temporary file and renames it, and every worker would write the same bytes. So where a file system has no
-locks all of them work.
+The lock only saves work; correctness does not depend on it: results are written to a temporary file and renamed, and every
+process would write the same bytes. On a file system without locks all processes do the work.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ T = TypeVar("T")
 POLL_S = 0.05
 
 
-def once(lock_path: Path, *, ready: Callable[[], T | None], produce: Callable[[], T]) -> T:
-    """The result of `ready()`, made by `produce()` in one of the processes that ask for it at the same time.
+def run_once(lock_path: Path, *, ready: Callable[[], T | None], produce: Callable[[], T]) -> T:
+    """Return `ready()`, or if that is None the result of `produce()`, which one process at a time calls.
 
-    Whatever `produce` raises is raised here, and another process tries.
+    An exception of `produce` is raised here, and the next process tries.
     """
     result = ready()
     if result is None:
@@ -45,5 +43,5 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # another was quicker, or it is still open elsewhere on Windows
+            with contextlib.suppress(OSError):  # removed by another process, or still open there (Windows)
                 path.unlink()
