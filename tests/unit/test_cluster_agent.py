@@ -23,14 +23,14 @@ import pytest
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster import host, keeper, record
 from smolcluster.launch.cluster.agent import base, environment, files, following, processes
-from smolcluster.launch.cluster.archive import Archive, _pack
+from smolcluster.launch.cluster.archive import PackedFiles, _pack
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.layout import ClusterMachine
 from smolcluster.launch.cluster.mirror import put
 
 
-def parcel(**files: str) -> Archive:
-    return Archive(_pack((name, text.encode()) for name, text in files.items()))
+def parcel(**files: str) -> PackedFiles:
+    return PackedFiles(_pack((name, text.encode()) for name, text in files.items()))
 
 
 def test_unpacking_with_a_python_that_has_no_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
