@@ -67,7 +67,7 @@ Override = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE...", help
 Resume = Annotated[
     str | None,
     typer.Option(
-        help="Continue a run directory, a checkpoint, `latest`, or `auto`: the run in --run-dir, from step 0 if it saved nothing."
+        help="Resume a run directory, a checkpoint, `latest`, or `auto`: the run in --run-dir, or step 0 without one."
     ),
 ]
 RunDir = Annotated[Path | None, typer.Option(help="Where the run is written. Default: runs/<name>.")]
