@@ -23,14 +23,14 @@ import pytest
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster import host, keeper, record
 from smolcluster.launch.cluster.agent import base, environment, files, following, processes
-from smolcluster.launch.cluster.archive import Archive, _pack
+from smolcluster.launch.cluster.archive import PackedFiles, _pack
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.layout import ClusterMachine
 from smolcluster.launch.cluster.mirror import put
 
 
-def parcel(**files: str) -> Archive:
-    return Archive(_pack((name, text.encode()) for name, text in files.items()))
+def parcel(**files: str) -> PackedFiles:
+    return PackedFiles(_pack((name, text.encode()) for name, text in files.items()))
 
 
 def test_unpacking_with_a_python_that_has_no_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,11 +664,11 @@ def test_what_a_machine_keeps_is_its_users_alone(tmp_path: Path) -> None:
         ({"file": "metrics.jsonl"}, "cannot be read"),
         ({"file": "metrics.jsonl", "data": None, "at": 0}, "cannot be read"),
         ({"file": "metrics.jsonl", "data": "%%%", "at": 0}, "cannot be read"),
-        ({"file": "metrics.jsonl", "data": "YQ==", "at": -1}, "cannot go on at -1"),
-        ({"file": "metrics.jsonl", "data": "YQ==", "at": 4}, "has 3 bytes here and cannot go on at 4"),
-        ({"file": "metrics.jsonl", "data": "YQ==", "at": 1 << 60}, "cannot go on at"),
-        ({"file": "metrics.jsonl", "data": "YQ==", "at": True}, "cannot go on at True"),
-        ({"file": "metrics.jsonl", "data": "YQ==", "at": None}, "cannot go on at None"),
+        ({"file": "metrics.jsonl", "data": "YQ==", "at": -1}, "so the offset -1 is invalid"),
+        ({"file": "metrics.jsonl", "data": "YQ==", "at": 4}, "has 3 bytes here, so the offset 4"),
+        ({"file": "metrics.jsonl", "data": "YQ==", "at": 1 << 60}, "so the offset"),
+        ({"file": "metrics.jsonl", "data": "YQ==", "at": True}, "so the offset True is invalid"),
+        ({"file": "metrics.jsonl", "data": "YQ==", "at": None}, "so the offset None is invalid"),
     ],
 )
 def test_a_machine_cannot_write_beyond_what_a_mirror_has(tmp_path: Path, told: dict[str, Any], words: str) -> None:

@@ -29,7 +29,7 @@ from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import LinkConfig
 from smolcluster.errors import MissingExtra, UserError
 from smolcluster.launch.cluster import control, inventory, keeper
-from smolcluster.launch.cluster.archive import Archive, pack_package, pack_user_files, requirements
+from smolcluster.launch.cluster.archive import PackedFiles, pack_package, pack_user_files, requirements
 from smolcluster.launch.cluster.control import Deployment, problems_of
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.inventory import find_machines, hosts_of_ssh, machines_of_ssh, write_file
@@ -353,7 +353,7 @@ def test_another_device_or_environment_is_not_the_same_cluster(tmp_path: Path) -
 
     def key(host: str, run: str = "r1") -> str:
         layout = with_run(laid_out(f"hosts: {{a: 10.0.0.1, b: {host}}}\nstrategy: edp\n", tmp_path), run)
-        nothing = Archive(b"")
+        nothing = PackedFiles(b"")
         return Deployment(layout=layout, package=nothing, files=nothing, requirements=[]).fingerprint
 
     same = key("{address: 10.0.0.2}")

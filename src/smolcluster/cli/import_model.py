@@ -1,4 +1,4 @@
-"""`smolcluster import`: a model of others, to go on training."""
+"""`smolcluster import`: start a run from a pretrained model."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ def import_model(
     typer.echo(f"{run}: {shape.num_parameters:,} parameters, {shape.num_layers} layers of {shape.model_dim}")
     if tokenizer is None:
         typer.echo(f"{model} has no tokenizer: name the model's own with data.tokenizer=PATH when you train")
-    typer.echo(f"go on from it with: smolcluster train --resume {run} --steps 100")
+    typer.echo(f"train it with: smolcluster train --resume {run} --steps 100")

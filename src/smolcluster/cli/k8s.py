@@ -33,7 +33,7 @@ class KubernetesOptions:
         str | None,
         _kubernetes(help="Elastic plane: the Secret that has the token, as `token`. Default: <name>-token."),
     ] = None
-    max_restarts: Annotated[int, _kubernetes(help="Deaths that the run may go on after.")] = 10
+    max_restarts: Annotated[int, _kubernetes(help="Restarts before the run fails.")] = 10
 
 
 @options.grouped
@@ -45,7 +45,7 @@ def k8s(
         str | None,
         batch.size(
             metavar="MIN:MAX",
-            help="Mesh plane: go on with MIN workers when pods are lost; MAX are those of the job.",
+            help="Mesh plane: continue with at least MIN workers when pods are lost; MAX are those of the job.",
         ),
     ] = None,
     image: batch.Image = None,

@@ -67,7 +67,7 @@ Override = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE...", help
 Resume = Annotated[
     str | None,
     typer.Option(
-        help="Continue: a run directory, a checkpoint, `latest`, or `auto`: the run in --run-dir, begun if it saved nothing."
+        help="Resume a run directory, a checkpoint, `latest`, or `auto`: the run in --run-dir, or step 0 without one."
     ),
 ]
 RunDir = Annotated[Path | None, typer.Option(help="Where the run is written. Default: runs/<name>.")]
@@ -81,10 +81,10 @@ Watched = Annotated[
     Path | None,
     typer.Argument(metavar="RUN_DIR", help="A run, or a folder of runs. Default: the newest run in ./runs."),
 ]
-Strategy = Annotated[str | None, typer.Option(help="How machines work together; see `smolcluster strategies`.")]
+Strategy = Annotated[str | None, typer.Option(help="The training strategy; see `smolcluster strategies`.")]
 Plane = Annotated[
     str | None,
-    typer.Option(help="mesh, or elastic: a server, and workers that may come and go. Default: as the strategy needs."),
+    typer.Option(help="mesh, or elastic: a server, and workers that may join and leave. Default: the strategy's."),
 ]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")]
@@ -126,7 +126,7 @@ class OwnerOptions:
     ] = None
     task: Annotated[
         str | None,
-        _own(metavar="FILE.py:CLASS", help="This machine's copy of a task of your own; code does not travel."),
+        _own(metavar="FILE.py:CLASS", help="This machine's copy of your task; code is not sent."),
     ] = None
     override: Annotated[
         list[str] | None, _own(metavar="KEY=VALUE...", help="Set keys that are this machine's own.")

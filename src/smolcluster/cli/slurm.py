@@ -40,7 +40,7 @@ def slurm(
     run_dir: Annotated[
         Path | None, typer.Option(help="Where the run is written; all nodes must see it. Default: runs/<name>.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="The run directory holds a run: go on with it.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the run directory.")] = False,
     out: batch.Out = None,
     submit: batch.Submit = False,
     sbatch: Annotated[

@@ -25,7 +25,7 @@ smolcluster train gpt --strategy fsdp --workers 4 --elastic 2:4
 smolcluster train --resume latest
 """
 _rank = options.panel("One rank of a job that others start")
-_restarts = options.panel("Going on when workers die (mesh plane)")
+_restarts = options.panel("Restarts when workers die (mesh plane)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class RestartFlags:
         str | None,
         _restarts(
             metavar="MIN:MAX",
-            help="Start workers that die again, from the last checkpoint, with as many as there are: MIN to MAX in all.",
+            help="When workers die or join, restart from the last checkpoint with MIN to MAX workers.",
         ),
     ] = None
     rdzv_endpoint: Annotated[
@@ -46,9 +46,7 @@ class RestartFlags:
             help="For several machines: the same command on each, with the address of one of them, which leads.",
         ),
     ] = None
-    max_restarts: Annotated[
-        int | None, _restarts(help="Deaths of workers that a run may go on after. Default: 10.")
-    ] = None
+    max_restarts: Annotated[int | None, _restarts(help="Restarts before the run fails. Default: 10.")] = None
 
     def wish(self, workers: int | None, place: AssignedRank | None) -> ElasticRange | None:
         """Return what is asked for; None: the run ends when a worker dies."""

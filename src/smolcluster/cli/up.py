@@ -52,13 +52,11 @@ def up(
     ] = False,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Go on with the run that was stopped last; what was said then need not be said again."
-        ),
+        typer.Option("--resume", help="Resume the run that was stopped last, with its arguments."),
     ] = False,
     accept_new: options.AcceptNew = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say who would run what where, and contact nobody.")
+        bool, typer.Option("--dry-run", help="Print which process would run where; contact no machine.")
     ] = False,
 ) -> int:
     from smolcluster.launch.cluster.layout import describe, plan_layout

@@ -21,7 +21,7 @@ smolcluster worker 1 pi5 my_task.py:MyTask --server mini1:65432 --data-root ~/ph
 def worker(
     rank: Annotated[
         int,
-        typer.Argument(metavar="RANK", min=0, help="This worker's number; counted from 0 or from 1, each taken once."),
+        typer.Argument(metavar="RANK", min=0, help="This worker's rank, counted from 0 or from 1; each once."),
     ],
     hostname: Annotated[
         str, typer.Argument(metavar="HOSTNAME", help="This machine's name, as in `workers` of the cluster file.")

@@ -29,7 +29,7 @@ _LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "env", "node_modules", "run
 
 
 @dataclass(frozen=True, slots=True)
-class Archive:
+class PackedFiles:
     data: bytes
 
     @property
@@ -37,14 +37,14 @@ class Archive:
         return hashlib.sha256(self.data).hexdigest()[:16]
 
 
-def pack_package() -> Archive:
+def pack_package() -> PackedFiles:
     """Pack this package and its built-in configurations."""
     files = {f"smolcluster/{path.relative_to(PACKAGE).as_posix()}": path for path in _below(PACKAGE)}
     files |= {f"smolcluster/configs/{path.name}": path for path in builtin_configs().values()}
-    return Archive(_pack((name, path.read_bytes()) for name, path in sorted(files.items())))
+    return PackedFiles(_pack((name, path.read_bytes()) for name, path in sorted(files.items())))
 
 
-def pack_user_files(config: Config, base: Path, tokenizer: Mapping[str, bytes] | None = None) -> Archive:
+def pack_user_files(config: Config, base: Path, tokenizer: Mapping[str, bytes] | None = None) -> PackedFiles:
     """Pack the configuration, the Python files in the task's folder, and `run.files`, relative to `base`.
 
     `tokenizer`: files for the folder TOKENIZER.
@@ -70,7 +70,7 @@ def pack_user_files(config: Config, base: Path, tokenizer: Mapping[str, bytes] |
     contents = {name: path.read_bytes() for name, path in found.items()}
     contents |= {f"{TOKENIZER}/{name}": data for name, data in (tokenizer or {}).items()}
     contents[CONFIG] = dump(config).encode("utf-8")
-    return Archive(_pack(sorted(contents.items())))
+    return PackedFiles(_pack(sorted(contents.items())))
 
 
 def _asked(said: str, base: Path) -> Iterator[tuple[str, Path]]:

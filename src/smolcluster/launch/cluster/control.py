@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.cluster.archive import Archive, requirements_key
+from smolcluster.launch.cluster.archive import PackedFiles, requirements_key
 from smolcluster.launch.cluster.host import Agent, Host, HostError, connect
 from smolcluster.launch.cluster.layout import ClusterLayout, ClusterMachine, ClusterProcess, ClusterRecord, with_run
 from smolcluster.observe.events import StepLogged, restore, restore_fields
@@ -122,8 +122,8 @@ class Deployment:
     """What `up` starts."""
 
     layout: ClusterLayout
-    package: Archive
-    files: Archive
+    package: PackedFiles
+    files: PackedFiles
     requirements: list[str]
     token: str | None = None
     panes: bool = False  # one tmux window with a pane for each process

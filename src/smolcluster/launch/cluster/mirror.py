@@ -127,7 +127,9 @@ def put(folder: Path, update: Mapping[str, Any]) -> None:
         return
     size = path.stat().st_size if path.exists() else 0
     if type(at) is not int or not 0 <= at <= size:
-        raise HostError("mirror", f"{place} has {size} bytes here and cannot go on at {at!r:.40}", layer="machine")
+        raise HostError(
+            "mirror", f"{place} has {size} bytes here, so the offset {at!r:.40} is invalid", layer="machine"
+        )
     with path.open("r+b" if path.exists() else "w+b") as file:
         file.truncate(at)
         file.seek(at)
