@@ -310,7 +310,7 @@ def test_commands(fake: Fake, tmp_path: Path) -> None:
         ("/set temperature hot", "'hot' is not a number"),
         ("/set temperature 3", "outside 0 to 2"),
         ("/set temperature nan", "outside 0 to 2"),
-        ("/set top_k 1.5", "no whole number"),
+        ("/set top_k 1.5", "not a whole number"),
         ("/save", "needs one file name"),
         ("/save /nowhere/at/all/x.md", "cannot be written"),
         ("/save /tmp/a\0b.md", "cannot be written: embedded null byte"),

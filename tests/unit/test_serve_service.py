@@ -169,7 +169,7 @@ def test_without_a_seed_one_is_drawn_and_told() -> None:
     async def seeds() -> set[int]:
         service = service_of(ScriptedEngine())
         jobs = [await service.prepare(CompletionRequest(prompts=["x"])) for _ in range(8)]
-        assert all(job.seed == job.asks[0].sampling.seed for job in jobs)
+        assert all(job.seed == job.sequences[0].sampling.seed for job in jobs)
         return {job.seed for job in jobs}
 
     assert len(run(seeds())) > 1

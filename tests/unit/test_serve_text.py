@@ -433,7 +433,7 @@ def test_an_answer_that_follows_text_keeps_its_space(spm: ChatTokenizer) -> None
         ({"tokenizer.ggml.token_type": np.full(263, 99)}, "tokenizer.ggml.tokens has no token for the letter"),
         ({"tokenizer.ggml.merges": ["a"]}, "tokenizer.ggml.merges has 'a'"),
         ({"tokenizer.ggml.merges": ["q q"]}, "tokenizer.ggml.merges has 'q q'"),
-        ({"tokenizer.ggml.token_type": np.array([1, 1])}, "tokenizer.ggml.token_type is missing, or not as long"),
+        ({"tokenizer.ggml.token_type": np.array([1, 1])}, "tokenizer.ggml.token_type is missing, or does not have"),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores is missing"),
         (
             {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": np.zeros(263, np.float32)},
@@ -480,7 +480,7 @@ def with_words(words: Sequence[str]) -> dict[str, Any]:
     "words", [["a" * 10_000], [f"{n:04}" + "a" * 500 for n in range(300)]], ids=["one long token", "many"]
 )
 def test_tokens_that_are_too_long_to_be_split_are_refused(words: list[str]) -> None:
-    with pytest.raises(UserError, match=r"^model\.gguf: .* too long .*a'\.\.\., has (10000|504) characters"):
+    with pytest.raises(UserError, match=r"^model\.gguf: .* too long: .*a'\.\.\., has (10000|504) characters"):
         gguf_vocabulary(with_words(words), where="model.gguf")
 
 
@@ -657,7 +657,7 @@ def test_spaces_go_where_transformers_puts_them(scheme: str) -> None:
 
 def test_a_decoder_that_is_not_known_is_named() -> None:
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
-    with pytest.raises(UserError, match=r"f\.json: its tokenizer has a decoder of the kind WordPiece"):
+    with pytest.raises(UserError, match=r"f\.json: its tokenizer has the decoder WordPiece"):
         JsonVocabulary(
             {"version": "1.0", "model": model, "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
             where="f.json",

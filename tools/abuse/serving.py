@@ -428,8 +428,8 @@ def _judge(report: Report, world: Served, canary: Path) -> None:
     if "Traceback" in said:
         at = said.index("Traceback")
         report.wrong.append(f"an error that nobody expected: {said[max(0, at - 300) : at + 1500]}")
-    report.silences = len(re.findall(r"is gone: silent for", said))
-    lost = re.findall(r"(?:stage-0|by-hand) is gone: .*", said)
+    report.silences = len(re.findall(r"lost \S+: silent for", said))
+    lost = re.findall(r"lost (?:stage-0|by-hand): .*", said)
     if len(lost) > report.silences:
         report.wrong.append(f"the front has lost stages: {lost[:3]}")
     if canary.exists():
