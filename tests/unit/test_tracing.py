@@ -173,7 +173,5 @@ class Pair(Wrapped):
     ],
 )
 def test_what_cannot_be_traced_is_refused_with_the_reason(make: Callable[[], nn.Module], reason: str) -> None:
-    with pytest.raises(
-        UserError, match=rf"cannot be traced \({reason}\). Mend that, make it an nn.Sequential, or give"
-    ):
+    with pytest.raises(UserError, match=rf"cannot be traced \({reason}\). Fix that, make it an nn.Sequential, or give"):
         chain_of(make)

@@ -1,4 +1,4 @@
-"""How a batch is shared out so that unlike machines finish together."""
+"""Divide a batch so that machines of different speed finish at the same time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SMOOTHING = 0.3  # weight of the newest measurement
 
 
 def share_out(total: int, speeds: Sequence[float], fixed_s: Sequence[float] = (), *, unit: int = 1) -> list[int]:
-    """`total` samples so that all are done at one time: whole units, at least one each, nothing left over.
+    """Divide `total` samples so that all finish at the same time: in whole units, at least one each.
 
     A machine needs `fixed_s` for a step, however few samples it has, and computes `speed` samples per second. Largest
     remainders get what rounding down leaves. `total` is a multiple of `unit` and enough for one unit each.
@@ -17,9 +17,9 @@ def share_out(total: int, speeds: Sequence[float], fixed_s: Sequence[float] = ()
     assert total == units * unit
     assert units >= len(speeds) > 0
     fixed_s = fixed_s or [0.0] * len(speeds)
-    together_s = (total + sum(s * f for s, f in zip(speeds, fixed_s, strict=True))) / sum(speeds)  # when all are done
-    free = units - len(speeds)  # beyond the one that everybody gets
-    room = [max(0.0, s * (together_s - f) / unit - 1) for s, f in zip(speeds, fixed_s, strict=True)]
+    finish_s = (total + sum(s * f for s, f in zip(speeds, fixed_s, strict=True))) / sum(speeds)  # until all are done
+    free = units - len(speeds)  # beyond one each
+    room = [max(0.0, s * (finish_s - f) / unit - 1) for s, f in zip(speeds, fixed_s, strict=True)]
     scale = free / sum(room) if sum(room) else 0.0
     exact = [r * scale for r in room]
     shares = [int(e) for e in exact]
@@ -30,5 +30,5 @@ def share_out(total: int, speeds: Sequence[float], fixed_s: Sequence[float] = ()
 
 
 def smoothed(before: float, now: float) -> float:
-    """A running mean; 0 means that nothing was measured yet."""
+    """Update a running mean; 0 means no measurement yet."""
     return now if before == 0 else (1 - SMOOTHING) * before + SMOOTHING * now

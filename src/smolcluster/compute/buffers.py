@@ -1,4 +1,4 @@
-"""Running statistics (BatchNorm and the like) are judged as gradients are: what is not finite is undone.
+"""Running statistics (BatchNorm and others): a forward that makes them non-finite is undone.
 
 One batch with a NaN would leave its mark in a running mean for ever. So buffers that forward changes are copied before it, and
 put back when one of them is not finite after it. On a GPU the verdict is read one step later, so that nothing waits for it.
@@ -18,7 +18,7 @@ from smolcluster.compute.timing import DelayedFlag
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor with NaN or infinite values."""
+    """Return the name of the first tensor with NaN or infinite values, or None."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(local(tensor)).all()):
             return name
@@ -69,7 +69,7 @@ class RunningStatistics:
         self._undo(now)
 
     def settle(self) -> None:
-        """Before others take the buffers over, or they are saved: act on the verdict of the last step too."""
+        """Act on the check of the last step too: call before buffers are sent or saved."""
         now = self._buffers()
         verdict = self._verdict(now) if self._delayed and self._changing else None
         if verdict is not None and bool(verdict):
@@ -81,7 +81,7 @@ class RunningStatistics:
         return {name: buffer for name, buffer in self._model.named_buffers() if id(local(buffer)) in own}
 
     def load(self, own: Mapping[str, Tensor]) -> None:
-        """Put back what `changing` gave."""
+        """Restore what `changing` returned."""
         buffers = dict(self._model.named_buffers())
         with torch.no_grad():
             for name, tensor in own.items():
@@ -109,7 +109,7 @@ class RunningStatistics:
 
 @contextlib.contextmanager
 def buffers_of_first(model: nn.Module, group: Group | None) -> Iterator[None]:
-    """Inside, the buffers are those of the first rank; afterwards each rank has its own again."""
+    """Use the buffers of the first rank inside; restore each rank's own afterwards."""
     if group is None or group.size == 1:
         yield
         return

@@ -1,4 +1,4 @@
-"""What members may claim that their gradients weigh.
+"""Check the weights that members claim for their gradients.
 
 Gradients are weighted by the targets that count in their samples (`Task.count`), and each member counts its own. One that
 claims too many would outweigh all others. The server has the same data: a claim beyond all it has counted so far is counted
@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 
 from smolcluster.data.leases import Range
 
-SLACK = 2.0  # data may be read at random: another reading of the same samples has other counts
+SLACK = 2.0  # with random augmentation, reading the same samples again may give other counts
 
 Count = Callable[[Sequence[Range]], float | None]
 
 
 class Claims:
     def __init__(self, count: Count) -> None:
-        """`count`: the targets that count in these samples; None: samples count, all alike."""
+        """`count`: returns the number of targets in samples; None: all samples weigh the same."""
         self._count = count
         self._most_per_sample = 0.0
 
     def objection(self, ranges: Sequence[Range], claimed: float) -> str | None:
-        """Return why these samples cannot weigh what a member claims; None: they can."""
+        """Return why a claimed weight is not plausible for these samples; None when it is."""
         samples = sum(part.count for part in ranges)
         if samples == 0:
             return f"it claims that {claimed:g} targets count, and no samples are leased to it" if claimed else None

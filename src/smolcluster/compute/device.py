@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and how much memory it used."""
+"""Choose the device of a worker, and measure its peak memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smolcluster.errors import UserError
 
 
 def choose_device(requested: str | None, *, local_rank: int = 0, asked_by: str = "training.device") -> torch.device:
-    """The best device here, or the one asked for. Workers of one machine spread over its GPUs."""
+    """Return the requested device or the best one here. Workers of one machine are spread over its GPUs."""
     if requested is None:
         if torch.cuda.is_available():
             return torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -42,7 +42,7 @@ def share_cores(num_processes: int) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held: on the GPU if it computes there, else resident."""
+    """Return the peak memory of this process: GPU memory if it computes there, else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -54,7 +54,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything the device was told to do."""
+    """Wait until all queued work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

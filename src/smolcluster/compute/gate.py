@@ -1,4 +1,4 @@
-"""Which gradients may count: finite ones, of a size like those before.
+"""The gradient gate: accept finite gradients whose norm is similar to earlier ones.
 
 One broken machine must not spoil the model of all. A gradient whose norm is not a number, or thousands of times the usual,
 is refused, reported to its sender and counted. When nothing but such large gradients comes, several in a row, they are the
@@ -25,18 +25,18 @@ PATIENCE = 5
 
 class GradientGate:
     def __init__(self, *, factor: float = 1000.0) -> None:
-        """Refuses norms above `factor` times the median of the last accepted ones, once there are a few."""
+        """Refuse norms above `factor` times the median of recently accepted ones, once there are a few."""
         self.factor = factor
         self._accepted: deque[float] = deque(maxlen=HISTORY)
         self._refused = 0  # in a row
         self._failed = 0  # attempts in a row of which nothing counted
-        self.last_refusal = ""  # whose gradient, and why; since one was accepted
+        self.last_refusal = ""  # the last refusal since a gradient was accepted
         self._num_accepted = 0
         # Instance -> its refusals in a row, and `_num_accepted` at the last.
         self._members: dict[str, tuple[int, int]] = {}
 
     def objection(self, norm: float) -> str | None:
-        """Why a gradient of this norm may not count; None when it may."""
+        """Return why a gradient of this norm is refused; None when it is accepted."""
         if not math.isfinite(norm):
             return f"its norm is {norm}"
         if len(self._accepted) >= ENOUGH:
@@ -68,11 +68,11 @@ class GradientGate:
             )
 
     def start_over(self) -> None:
-        """The next attempt need not fail as those before: the loss scale was lowered."""
+        """Reset the failed attempts, after the loss scale was lowered."""
         self._failed = 0
 
     def accept(self, norm: float, *, instance: str = "") -> None:
-        """A gradient of this norm counts; `instance`: the member that sent it."""
+        """Note an accepted norm. `instance`: the member that sent it."""
         self._refused = self._failed = 0
         self._num_accepted += 1
         self._members.pop(instance, None)

@@ -1,4 +1,4 @@
-"""How much memory there is: of this machine, of a GPU. `parse_size` reads what people write."""
+"""Total and free memory of this machine or of a GPU, and `parse_size`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from smolcluster.errors import UserError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-# What a process takes that is no tensor: Python, torch's code, and on a GPU its context.
+# Memory of a process beside tensors: Python, torch's code, and on a GPU its context.
 PROCESS_BYTES = {"cpu": 300 * 10**6, "cuda": 600 * 10**6}
 _NO_LIMIT = 2**60  # a control group without one says so with a huge number
 
@@ -28,7 +28,7 @@ def parse_size(text: str, *, what: str) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All the memory of a GPU; of this machine for any other device."""
+    """Return the memory of a GPU, or of this machine for any other device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return machine_bytes()
@@ -40,9 +40,9 @@ def built_in_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What of it is left for this process."""
+    """Return the memory that is free for this process."""
     if device.type == "cuda":
-        # What torch keeps of tensors that are gone, it gives to the next who asks.
+        # Memory cached by torch's allocator is available.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     said = _windows()[1] if sys.platform == "win32" else _meminfo("MemAvailable")
@@ -98,7 +98,7 @@ def _control_group() -> list[int]:
 
 
 def _windows() -> tuple[int, int]:
-    """All, and what is free."""
+    """Return total and free memory."""
     import ctypes
 
     class Status(ctypes.Structure):

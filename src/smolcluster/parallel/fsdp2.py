@@ -1,4 +1,4 @@
-"""Stages 2 and 3 of ZeRO: torch's FSDP2, with one group of pieces for each block of the model."""
+"""ZeRO stages 2 and 3: torch's FSDP2, with a parameter group for each block of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smolcluster.parallel.exchange import GradientExchange, everything_in
 
 
 class Fsdp2Exchange(GradientExchange):
-    """Stages 2 and 3: FSDP2, one group of parameters for each block of the model and one for the rest."""
+    """FSDP2 with a parameter group for each block of the model and one for the rest."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Fsdp2Exchange(GradientExchange):
 
     def weigh(self, weight: float) -> None:
         super().weigh(weight)
-        self.loss_weight = weight * self._num_ranks  # FSDP2 takes the mean over ranks; samples are to count alike
+        self.loss_weight = weight * self._num_ranks  # FSDP2 takes the mean over ranks; samples must weigh the same
 
     def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
         return {name: self._type_of(tensor) for name, tensor in everything_in(model).items()}
@@ -120,7 +120,7 @@ class Fsdp2Exchange(GradientExchange):
 
     @contextlib.contextmanager
     def in_full(self) -> Iterator[None]:
-        """What was gathered for a while is in pieces again."""
+        """Reshard parameters that were gathered."""
         for module in self._replica.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -151,7 +151,7 @@ class SameBlocks:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Around forward and backward of a step."""
+        """Wrap forward and backward of a step."""
         self._used = []
         try:
             yield
@@ -212,7 +212,7 @@ def _apart(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:
 
 
 def _called_in(modules: nn.Module) -> list[nn.Module]:
-    """The modules of a list, and of lists in it: a list itself is never called."""
+    """Return the modules of a list and of nested lists, which are never called themselves."""
     found: list[nn.Module] = []
     for child in modules.children():
         found += _called_in(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]

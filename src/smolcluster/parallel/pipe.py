@@ -1,4 +1,4 @@
-"""One rank's stages of a pipeline, and the schedule of torch that runs them."""
+"""The stages of one rank in a pipeline, and the torch schedule that runs them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SCHEDULES = {
     "zbv": schedules.ScheduleZBVZeroBubble,
 }
 
-DRAWN = 4  # which run of the schedule is drawn: by then everything is warm
+DRAWN = 4  # the step that is drawn, after warm-up
 WATCHED = {
     "forward_one_chunk": "forward",
     "backward_one_chunk": "backward",
@@ -62,14 +62,14 @@ def check_schedule(options: PipelineOptions) -> None:
 
 
 def parts_of_ranks(options: PipelineOptions, model: nn.Module, num_ranks: int, nodes: Sequence[Node]) -> list[Shapes]:
-    """The parameters of each rank, by name; nothing of a model that must be traced. It may be on the meta device."""
+    """Return the parameters of each rank by name; empty for a model that must be traced."""
     layers = layers_of(model)
     if num_ranks == 1:
         return [{name: tuple(p.shape) for name, p in model.named_parameters()}]
     if layers is None:
         return [{}] * num_ranks
     cut = Cut.plan(layers.count, num_ranks, options)
-    num_microbatches(options, [node.batch_size for node in nodes], len(cut.layers))  # or refuses
+    num_microbatches(options, [node.batch_size for node in nodes], len(cut.layers))  # raises UserError
     last = len(cut.layers) - 1
     found = []
     for rank in range(num_ranks):
@@ -133,7 +133,7 @@ class Pipe:
         return [name for name, _ in last.named_parameters() if name in names]
 
     def _check_shared(self, model: nn.Module) -> None:
-        """Only the first and the last stage may have a weight in common, under one name: others would drift apart."""
+        """Check that only the first and the last stage share weights, under one name: other shared weights would diverge."""
         last = len(self.cut.layers) - 1
         found: dict[nn.Parameter, dict[int, set[str]]] = {}
         for index in range(last + 1):
@@ -149,11 +149,11 @@ class Pipe:
 
     @property
     def copied(self) -> set[nn.Parameter]:
-        """What the first stage has too: it counts once in the norm."""
+        """The weights of the last stage that the first also has: they count once in the norm."""
         return set() if not self.has_last else {self._named(self.stages[-1], name) for name in self._shared}
 
     def join_twins(self) -> None:
-        """Both get the sum of both gradients."""
+        """Sum the gradients of shared weights over both stages."""
         ends = [stage for stage, there in ((self.stages[0], self.has_first), (self.stages[-1], self.has_last)) if there]
         for name in self._shared if ends else []:
             gradients = [gradient(self._named(end, name)) for end in ends]
@@ -173,7 +173,7 @@ class Pipe:
     # Training
 
     def compute(self, batch: Batch, *, weight: float) -> Tensor:
-        """Gradients of the mean loss, times `weight`, and the loss itself on the last rank (zero elsewhere)."""
+        """Run the schedule; return the loss on the last rank, zero elsewhere. Gradients are of the mean loss times `weight`."""
         device = self._context.device
         self.model.train()
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
@@ -201,7 +201,7 @@ class Pipe:
         return total
 
     def _shares_of(self, part: Any, batch: Batch) -> list[float] | None:
-        """Each micro-batch's share of the mean over the whole batch, where targets are counted."""
+        """Return each micro-batch's share of the mean over the batch, where targets are counted."""
         if batch.counts is None or not self.has_last:
             return None
         counts = [
@@ -225,7 +225,7 @@ class Pipe:
         return loss * (self._weight * share)
 
     def _build(self, part: Any) -> None:
-        """The schedule is made when the first batch is here: it shows the shapes that travel."""
+        """Make the schedule from the first batch, which shows the shapes that are sent."""
         name, length = self._options.schedule, length_of(part)
         self._num_microbatches = num_microbatches(self._options, self._context.part_sizes, len(self.cut.layers))
         size = length // self._num_microbatches
@@ -244,8 +244,8 @@ class Pipe:
         ]
         for stage in stages:
             if getattr(self._group, "backend", "") == "gloo":
-                # A greeting of neighbours, which only NCCL needs. Some versions of torch greet a stage's own rank too, and gloo
-                # has no connection to itself.
+                # Skip the connection setup between neighbours, which only NCCL needs: some versions of torch also set up a
+                # stage's own rank, and gloo has no connection to itself.
                 setattr(stage, "_get_init_p2p_neighbors_ops", list)  # noqa: B010
             self._watch(stage)
         tidy = _no_view if name in ("zero-bubble", "zbv") else Tensor.contiguous  # as it can be sent
@@ -261,7 +261,7 @@ class Pipe:
         )
 
     def _measure(self, part: Any) -> list[tuple[Tensor, ...]]:
-        """What goes into each stage and out of the last, on the meta device: nobody needs to tell anybody."""
+        """Return the inputs of each stage and the output of the last, on the meta device."""
         device, shards = self._context.device, self._sequence_shards
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = self._task.model()
@@ -277,14 +277,14 @@ class Pipe:
         between = [tuple(_travelling(t, shards) for t in tensors) for tensors in found[1:-1]]
         return [first, *between, tuple(_travelling(t, 1) for t in found[-1])]
 
-    # A picture of one step
+    # Drawing one step
 
     def _start_watching(self) -> None:
         self._group.barrier()
         self._worked, self._began = [], time.perf_counter()
 
     def _watch(self, stage: PipelineStage) -> None:
-        """Note when each piece of work begins and ends, in the step that is drawn."""
+        """Record the start and end of each work item in the step that is drawn."""
         if not self._options.draw_schedule:
             return
         for name, kind in WATCHED.items():
@@ -322,7 +322,7 @@ class Pipe:
     # Evaluation
 
     def answering(self, part: Any) -> nn.Module | None:
-        """A stand-in for the model, on the last rank: a batch went through, one stage after the other."""
+        """Run a batch through all stages; return a model that gives its output, on the last rank."""
         me, ranks = self._group.rank, self.cut.ranks
         held: tuple[Tensor, ...] = ()
         for index, stage in zip(self.mine, self.stages, strict=True):
@@ -348,7 +348,7 @@ class Pipe:
 
 
 def _no_view(output: Tensor) -> Tensor:
-    """Backward in two halves detaches what a stage gave, in place; torch refuses that for a view of another tensor."""
+    """Return a tensor that is no view: backward in two halves detaches outputs in place, which torch refuses for views."""
     return output.clone() if output._is_view() else output
 
 
@@ -357,7 +357,7 @@ def _alike(tensor: Tensor) -> Tensor:
 
 
 def _travelling(tensor: Tensor, shards: int) -> Tensor:
-    """As it goes from stage to stage: cut along the sequence, and with a gradient that comes back."""
+    """Return the tensor as it is sent between stages: cut along the sequence, with a gradient."""
     shape = list(tensor.shape)
     if shards > 1:
         shape[1] //= shards

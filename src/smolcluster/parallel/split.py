@@ -1,13 +1,12 @@
-"""`layer_distribution: auto`: layers are dealt out so that unlike machines keep pace with each other.
+"""`layer_distribution: auto`: assign layers to stages so that machines of different speed take equal time.
 
-    every rank takes the layers one by one, on a real micro-batch:   seconds of forward and backward, bytes
-    ranks tell each other, and the memory they have
+    every rank measures each layer on a real micro-batch:             seconds of forward and backward, bytes
+    ranks exchange the measurements and their memory
     the split whose slowest stage is fastest, among those that fit   (`share_layers`, pure)
 
 The first layer is measured with the embedding, the last with the head and the loss. Where a mesh has several ranks for a stage,
-the slowest and the one with the least memory count. What a rank is taken to need: weights, gradients and two optimizer states
-of its layers, and what backward keeps of the micro-batches under way. Ranks of one machine share its memory alike, and so do
-the stages of one rank.
+the slowest and the one with the least memory count. A rank needs weights, gradients and two optimizer states of its layers, and
+the activations of micro-batches in flight. Ranks of one machine divide its memory evenly, and so do the stages of one rank.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from smolcluster.parallel.stages import Answering, Layers, as_tuple, holders, in
 from smolcluster.tasks.base import Task
 
 REPEATS = 3
-USABLE = 0.9  # of the memory that is free: the rest is for what nobody counted
+USABLE = 0.9  # of the free memory: the rest is for what is not counted
 STATES = 4  # a weight, its gradient, two states of the optimizer
 
 
 def share_layers(
     ranks: Sequence[int], seconds: Sequence[Sequence[float]], need: Sequence[float], memory: Sequence[float]
 ) -> list[int] | None:
-    """How many layers each stage gets: at least one, in order, such that the slowest stage is as fast as can be.
+    """Return the number of layers of each stage: at least one, in order, minimizing the time of the slowest stage.
 
     Stage s is on `ranks[s]`; layer l takes `seconds[rank][l]` there and `need[l]` bytes, of which each stage of a rank has its
     equal part of `memory[rank]`. Among splits that are as fast, one whose stages are most alike. None: nothing fits.
@@ -56,14 +55,14 @@ def share_layers(
     seconds_to = [[0.0, *itertools.accumulate(row)] for row in seconds]
 
     def takes(stage: int, start: int, end: int) -> float:
-        """Of layers start to end; infinitely long if they do not fit."""
+        """Return the time of layers start to end; infinite if they do not fit."""
         if bytes_to[end] - bytes_to[start] > room[stage]:
             return math.inf
         return seconds_to[ranks[stage]][end] - seconds_to[ranks[stage]][start]
 
     def best(limit: float | None) -> tuple[float, list[int]]:
-        """Without a limit: the least time of the slowest stage. With one: the least sum of squares, no stage above it."""
-        ends: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # layers given out so far: cost, and to whom
+        """Without a limit minimize the time of the slowest stage; with one the sum of squares, no stage above the limit."""
+        ends: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # layers assigned so far: cost, counts
         for stage in range(num_stages):
             found: dict[int, tuple[float, list[int]]] = {}
             for start, (cost, counts) in ends.items():
@@ -93,7 +92,7 @@ class LayerCost:
 
 
 def measure(task: Task, model: nn.Module, layers: Layers, part: Any, device: torch.device) -> list[LayerCost]:
-    """Layers that are built alike and take alike inputs are measured once. The model is left as it was."""
+    """Measure the layers; those of equal structure and inputs once. The model is unchanged."""
     seen: dict[Any, tuple[LayerCost, tuple[Tensor, ...]]] = {}
     found, held = [], inputs_of(task, part)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -117,7 +116,7 @@ def measure(task: Task, model: nn.Module, layers: Layers, part: Any, device: tor
 def _measure_one(
     task: Task, stage: nn.Module, inputs: tuple[Tensor, ...], part: Any, device: torch.device
 ) -> tuple[LayerCost, tuple[Tensor, ...]]:
-    """`part`: the batch that the loss is taken of, behind the last layer."""
+    """Measure one layer. `part`: the batch of the loss, after the last layer."""
     inputs = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in inputs)
     parameters = [p for p in stage.parameters() if p.requires_grad]
     own = {p.untyped_storage().data_ptr() for p in parameters}
@@ -131,7 +130,7 @@ def _measure_one(
 
     times = []
     watch = saved_tensors_hooks(keep, lambda tensor: tensor)
-    for repeat in range(1 + REPEATS):  # the first warms up
+    for repeat in range(1 + REPEATS):  # the first is warm-up
         synchronize(device)
         began = time.perf_counter()
         with autocast(task.config.training.precision, device), watch if repeat == 0 else nullcontext():
@@ -150,11 +149,11 @@ def _measure_one(
 def measured_split(
     context: Rank, task: Task, model: nn.Module, layers: Layers, *, axes: Axes, options: PipelineOptions
 ) -> list[int]:
-    """Layers of each stage, by what the ranks measured just now; the same on all of them."""
+    """Return the layers of each stage by the measurements of all ranks; the same on all ranks."""
     ranks = holders(axes.pp, options)
     count = num_microbatches(options, context.part_sizes, len(ranks))
     part = to_device(context.example(context.part_sizes[axes.coords(context.seat.rank)["dp"]] // count), context.device)
-    context.group.barrier()  # ranks of one machine measure at the same time, as they will train
+    context.group.barrier()  # ranks of one machine measure concurrently, as they will train
     mine = measure(task, model, layers, part, context.device)
     in_flight = {"sequential": 1, "gpipe": count, "1f1b": min(count, axes.pp)}.get(
         options.schedule, min(count, 2 * axes.pp)
@@ -184,7 +183,7 @@ def measured_split(
 
 
 def _memory(context: Rank, model: nn.Module) -> float:
-    """What this rank may use, when the parts of the model that it will not keep are gone."""
+    """Return the memory that this rank may use once the other parts of the model are freed."""
     here = machines(context.seats)
     sharing = 1 if context.device.type == "cuda" else here.count(here[context.seat.rank])
     return USABLE * free_bytes(context.device) / sharing + sum(p.nbytes for p in model.parameters())

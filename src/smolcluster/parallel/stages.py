@@ -1,7 +1,7 @@
-"""How a model is cut into stages: who has which layers, and how a layer is taken out of a model.
+"""Cutting a model into pipeline stages: which rank has which layers, and how layers are taken out of a model.
 
     nn.Sequential                       its children are the layers                       Children
-    Pipelined (models/protocols.py)     the model cuts itself                             Told
+    Pipelined (models/protocols.py)     the model defines its layers                      Told
     any other                           its forward is traced                             tracing.py
 
 Parameter names stay those of the whole model.
@@ -24,15 +24,15 @@ from smolcluster.models.protocols import Pipelined
 from smolcluster.parallel.axes import divisors
 from smolcluster.tasks.base import Task
 
-COPY = "@copy"  # ends the name of a weight that another stage of this rank has too
+COPY = "@copy"  # suffix of a weight that another stage of this rank also has
 Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
 
-# Who has which layers: pure
+# Assigning layers: pure
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The stages of a pipeline: which layers, on which rank."""
+    """The stages of a pipeline: their layers and their ranks."""
 
     layers: tuple[range, ...]
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Cut:
     def plan(
         cls, num_layers: int, num_ranks: int, options: PipelineOptions, counts: Sequence[int] | None = None
     ) -> Cut:
-        """`counts`: how many layers each stage has, where they were measured."""
+        """`counts`: the measured number of layers of each stage."""
         ranks = holders(num_ranks, options)
         if counts is None:
             said = options.layer_distribution
@@ -69,7 +69,7 @@ class Cut:
 
 
 def holders(num_ranks: int, options: PipelineOptions) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     if options.schedule == "zbv":
         return (*range(num_ranks), *reversed(range(num_ranks)))
     per_rank = options.stages_per_rank if options.schedule in ("interleaved", "zero-bubble") else 1
@@ -77,12 +77,12 @@ def holders(num_ranks: int, options: PipelineOptions) -> tuple[int, ...]:
 
 
 def _evenly(num_layers: int, count: int) -> list[int]:
-    """The last stages get the fewer: the last one has the head as well."""
+    """Distribute layers evenly; the last stages get fewer, since the last also has the head."""
     return [num_layers // count + (stage < num_layers % count) for stage in range(count)]
 
 
 def num_microbatches(options: PipelineOptions, batch_sizes: Collection[int], num_stages: int) -> int:
-    """Return into how many micro-batches a batch is cut: one number for all pipelines that run beside each other.
+    """Return the number of micro-batches of a batch: the same for all parallel pipelines.
 
     They may have unlike batch sizes, but where parameters are sharded along dp their ranks gather and reduce together, once per
     micro-batch. Raises UserError where the schedule cannot run with as many.
@@ -117,17 +117,17 @@ def num_microbatches(options: PipelineOptions, batch_sizes: Collection[int], num
     return count
 
 
-# Taking layers out of a model
+# Extracting layers
 
 
 class Layers(ABC):
-    """The layers of a kind of model. They are taken out of any model of that kind: this one, or one without memory."""
+    """The layers of a kind of model, to be extracted from any model of that kind, also one on the meta device."""
 
     count: int
 
     @abstractmethod
     def stage(self, model: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
-        """Some of the layers, under their own names."""
+        """Return some of the layers, under their own names."""
 
 
 class Children(Layers):
@@ -151,7 +151,7 @@ class DeclaredLayers(Layers):
 
 
 def layers_of(model: nn.Module) -> Layers | None:
-    """None: it must be traced."""
+    """Return the layers of a model; None where it must be traced."""
     if isinstance(model, nn.Sequential):
         return Children(model)
     if isinstance(model, Pipelined):
@@ -160,7 +160,7 @@ def layers_of(model: nn.Module) -> Layers | None:
 
 
 class Several(nn.Module):
-    """The stages of one rank as one model. What another of them has too is marked: it is a copy."""
+    """The stages of one rank as one model. Weights that another stage also has are marked as copies."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -184,11 +184,11 @@ def marked(parts: Any) -> Iterator[tuple[str, Any]]:
             seen.add(name)
 
 
-# Standing in for the model
+# Placeholders of the model
 
 
 class _Asked(Exception):
-    """What the loss gives the model."""
+    """Raised to return the inputs that the loss gives the model."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         super().__init__()
@@ -196,14 +196,14 @@ class _Asked(Exception):
 
 
 class _Asking(nn.Module):
-    """Stands in for the model on the first rank."""
+    """Placeholder of the model on the first rank: captures its inputs."""
 
     def forward(self, *inputs: Any) -> Tensor:
         raise _Asked(inputs)
 
 
 class Answering(nn.Module):
-    """Stands in for the model on the last rank."""
+    """Placeholder of the model on the last rank: returns the pipeline's output."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Answering(nn.Module):
 
 
 def inputs_of(task: Task, part: Any) -> tuple[Tensor, ...]:
-    """What goes into the model for this batch."""
+    """Return the inputs of the model for this batch."""
     try:
         task.loss(_Asking(), part)
     except _Asked as asked:
@@ -230,5 +230,5 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 
 
 def length_of(part: Any) -> int:
-    """How many samples are in a batch."""
+    """Return the number of samples in a batch."""
     return next(len(leaf) for leaf in tree_leaves(part) if isinstance(leaf, Tensor))

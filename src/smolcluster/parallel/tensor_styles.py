@@ -1,4 +1,4 @@
-"""How torch's DTensor shares a model out along the tensor axis, by the table that the model has."""
+"""Tensor parallelism by torch's DTensor, with the parallelize plan that the model provides."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from smolcluster.parallel.stages import COPY, Shapes
 
 
 def table_of(model: nn.Module, size: int) -> TensorStyles:
-    """What the model says of itself, if `size` ranks can share each of its layers."""
+    """Return the plan of a model. Raises UserError where `size` ranks cannot share its layers."""
     if not isinstance(model, TensorSharded):
         raise UserError(
             f"{type(model).__name__} cannot be shared out by tensors: it has no tensor_styles(), "
@@ -51,7 +51,7 @@ def check_sequence(batch: Any, size: int) -> None:
 
 
 def shared_shapes(model: nn.Module, part: Shapes, size: int) -> Shapes:
-    """What of these parameters the first rank has."""
+    """Return the shapes of these parameters on the first rank."""
     if size == 1:
         return part
     said = table_of(model, size)
@@ -65,13 +65,13 @@ def shared_shapes(model: nn.Module, part: Shapes, size: int) -> Shapes:
 
 
 class Fusions:
-    """Rows of fused layers, in an order that deals each of their sections out evenly, and back."""
+    """Reorder the rows of fused layers so that each section is divided evenly, and back."""
 
     def __init__(self, sections: Mapping[str, Sequence[int]], size: int) -> None:
         self._sections, self._size = sections, size
 
     def order(self, name: str) -> Tensor | None:
-        """Which row of the whole stands where, or None where all stay."""
+        """Return the row order of a parameter, or None where it is unchanged."""
         module = name.rpartition(".")[0]
         for pattern, lengths in self._sections.items():
             if fnmatch.fnmatchcase(module, pattern):
@@ -91,7 +91,7 @@ class Fusions:
         return full if order is None else full[order.to(full.device)]
 
     def runs(self, name: str, part: Tensor, offsets: Sequence[int]) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Boxes of the whole that a rank's rows come from, and where each begins."""
+        """Return the boxes of the whole tensor that a rank's rows come from, with their offsets."""
         order = self.order(name) if part.ndim else None
         if order is None:
             return [(tuple(offsets), part)]
@@ -131,7 +131,7 @@ def _gather(module: nn.Module, stream: Shard | Replicate) -> ParallelStyle:
 
 
 class _Everywhere(ParallelStyle):
-    """Parameters that every rank has; the first input as it comes, the output as the next one wants it."""
+    """Replicate the parameters; convert the first input and the output between layouts."""
 
     def __init__(
         self,

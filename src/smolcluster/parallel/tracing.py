@@ -1,11 +1,11 @@
-"""Any model as a chain of layers: its forward is traced, and cut where little is on its way.
+"""Any model as a chain of layers: its forward is traced, and cut where few tensors are live.
 
-    trace       forward runs once on tensors without memory; every module it calls and every function is written down (torch.fx)
+    trace       forward runs once on fake tensors; every module and function that it calls is recorded (torch.fx)
     cut         between two of these, where few tensors are needed later, all of them with a gradient and one row per sample
     a layer     what lies between two cuts and has parameters; what has none stays with the layer before it
 
 A module whose own forward cannot be traced is one step of the chain: only the outermost forward must be. A condition on shapes
-is taken as it comes out; one on values cannot be traced. Weights that are used twice are not cut apart.
+is evaluated once; one on values cannot be traced. Uses of a shared weight stay in one layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST = 3  # tensors that may cross a cut
 
 
 class _Tracer(fx.Tracer):
-    """Writes down the steps of a forward, and knows what each of them gives: `node.meta["value"]`, on the meta device."""
+    """Record the steps of a forward, with the result of each in `node.meta["value"]`, on the meta device."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Tracer(fx.Tracer):
         self._evaluating = False
 
     def record(self, inputs: Sequence[Tensor]) -> fx.Graph:
-        """The steps from the inputs to the output."""
+        """Return the steps from the inputs to the output."""
         self._inputs = list(inputs)
         places = [self.create_proxy("placeholder", f"input_{i}", (), {}) for i in range(len(inputs))]
         assert isinstance(self.root, nn.Module)
@@ -64,7 +64,7 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Its steps, or, where they cannot be written down, itself as one."""
+        """Trace into a module, or record it as one step where it cannot be traced."""
         path = self.path_of_module(m)
         if not self.is_leaf_module(m, path):
             before = len(self.graph.nodes)
@@ -103,7 +103,7 @@ class _Tracer(fx.Tracer):
 
 
 def run_step(model: Any, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-    """What a step gives, in this model."""
+    """Return the result of a step."""
     args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
     match node.op:
         case "call_module":
@@ -124,7 +124,7 @@ def _attribute(model: nn.Module, path: str) -> Any:
 
 
 class Segment(nn.Module):
-    """Some steps of a traced model, with the modules they need under their names in the whole."""
+    """Some steps of a traced model, with their modules under their names in the whole model."""
 
     def __init__(
         self, model: nn.Module, pieces: dict[bool, tuple[list[fx.Node], list[fx.Node], list[fx.Node]]]
@@ -183,14 +183,14 @@ class TracedLayers(Layers):
 
 
 def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], fx.Node]:
-    """Inputs, steps, output."""
+    """Split the nodes into inputs, steps and output."""
     *nodes, output = graph.nodes
     places = [node for node in nodes if node.op == "placeholder"]
     return places, nodes[len(places) :], output
 
 
 def on_their_way(graph: fx.Graph, position: int) -> list[fx.Node]:
-    """What was made before the step at `position` and is needed from there on."""
+    """Return the values that are live at `position`."""
     places, steps, output = _parts(graph)
     later = {*steps[position:], output}
     return [node for node in [*places, *steps[:position]] if any(user in later for user in node.users)]
@@ -235,7 +235,7 @@ def _travels(node: fx.Node, num_samples: int) -> bool:
 
 
 def trace_layers(task: Task, example: Callable[[int], Any], *, at_least: int) -> TracedLayers:
-    """The task's model as a chain. `example` gives a batch of so many samples."""
+    """Return the task's model as a chain of layers. `example(n)` gives a batch of n samples."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         model = task.model()
 
@@ -264,6 +264,6 @@ def trace_layers(task: Task, example: Callable[[int], Any], *, at_least: int) ->
 
 def _refusal(model: nn.Module, reason: str) -> UserError:
     return UserError(
-        f"{type(model).__name__} cannot be cut into stages: its forward cannot be traced ({reason}). Mend that, make it an "
+        f"{type(model).__name__} cannot be cut into stages: its forward cannot be traced ({reason}). Fix that, make it an "
         "nn.Sequential, or give it num_layers and stage(layers, first=, last=), as models/protocols.py says"
     )

@@ -1,1 +1,1 @@
-"""What a step would cost on these machines: memory, bytes, which strategies fit. Nothing is trained here."""
+"""Forecasts for a set of machines: memory and bytes of a step, and which strategies fit. Nothing is trained."""

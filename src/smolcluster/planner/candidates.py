@@ -1,4 +1,4 @@
-"""Which strategies could run on a number of ranks: what a plan looks at, in the order in which it recommends."""
+"""The strategies that a plan considers for a number of ranks, in order of preference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run would do, without doing it: the resolved configuration, who sits where, and what a step costs."""
+"""A dry run: the resolved configuration, the placement of ranks and the cost of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from smolcluster.tasks.find import find_task
 
 
 def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str | None, plane: str = "mesh") -> str:
-    """Opens the data and builds the model without memory, so that a mistake shows here."""
+    """Open the data and build the model on fake tensors, to report mistakes."""
     device = choose_device(config.training.device)
     options, ignored = read_options(config.strategy, plane=plane)
     strategy = find_strategy(config.strategy.name, plane, options)
@@ -78,7 +78,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
 
 
 def describe_memory(subject: Subject, plane: str) -> list[str]:
-    """What each seat would hold at the most, and whether there is room for it."""
+    """Describe the peak memory of each seat, and whether it fits."""
     way = Activations(checkpointing=subject.config.training.gradient_checkpointing)
     seen = forecast(subject, as_configured(subject.config, plane), ways=[way], every_seat=True)
     if seen.cannot:
