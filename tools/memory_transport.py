@@ -259,7 +259,7 @@ class MemoryLink(Link):
                 message.payload = self._copy_to_its_place(message, message.payload)
             except frames.NotWanted as error:
                 self.end_alone(str(error))
-                self.twin.end_alone(f"cannot use what you sent: {error}")
+                self.twin.end_alone(f"invalid frame: {error}")
                 return
         self._handler.received(self, message)
 

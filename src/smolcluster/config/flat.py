@@ -1,4 +1,4 @@
-"""One source's keys, as written, onto the sections of the schema.
+"""Map one source's keys, as written, to the sections of the schema.
 
 The first cluster files and nn_config.yaml are flat (`batch_size: 32`, `worker_update_interval: 10`); overrides are
 dotted (`training.batch_size=16`). Both spellings may stand in files and in overrides alike.
@@ -19,7 +19,7 @@ _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def into_sections(source: ConfigNode, *, below: ConfigNode) -> tuple[ConfigNode, list[Problem]]:
-    """The same values under `section.key`; `below` is what is set so far. Keys that mean nothing stay as they are."""
+    """Return the values under `section.key`. `below`: the values set so far. Unknown keys stay as they are."""
     problems: list[Problem] = []
     tree: dict[str, ConfigNode] = {}
     clipping: dict[str, ConfigNode] = {}
@@ -31,7 +31,7 @@ def into_sections(source: ConfigNode, *, below: ConfigNode) -> tuple[ConfigNode,
                 text = f"{node.name} = {show(node.plain())}: must be a mapping with enabled and max_norm"
                 problems.append(Problem(node.place, text))
         elif len(path) == 1 and path[0] in SECTIONS and node.value is None:
-            pass  # an empty section says nothing
+            pass  # an empty section
         else:
             _insert(tree, path, node, problems)
     if clipping:
@@ -40,7 +40,7 @@ def into_sections(source: ConfigNode, *, below: ConfigNode) -> tuple[ConfigNode,
 
 
 def _canonical(path: tuple[str, ...], node: ConfigNode) -> tuple[str, ...]:
-    """Where a key belongs."""
+    """Return the path of a key."""
     head, *rest = path
     head = "data" if head == "dataset" else head
     if head in SECTIONS:
@@ -59,7 +59,7 @@ def _canonical(path: tuple[str, ...], node: ConfigNode) -> tuple[str, ...]:
 
 
 def _insert(tree: dict[str, ConfigNode], path: tuple[str, ...], node: ConfigNode, problems: list[Problem]) -> None:
-    """Put a node into the tree. One source may not say the same thing twice, in whatever spellings."""
+    """Insert a node into the tree. Reports a key that one source gives twice, in whatever spellings."""
     head, *rest = path
     there = tree.get(head)
     if rest:

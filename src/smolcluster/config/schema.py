@@ -55,7 +55,7 @@ def _best(value: Any) -> Any:
 
 
 def split_best(best: str) -> tuple[str, str]:
-    """The metric, and whether the least (`min`) or the greatest (`max`) is the best."""
+    """Split into the metric and `min` or `max`."""
     name, _, mode = best.rpartition(", ")
     return name, mode
 
@@ -375,11 +375,11 @@ class StrategyConfig(_WithOptions):
     )
 
     def said(self) -> dict[str, Any]:
-        """The options that are set, by name."""
+        """Return the options that are set, by name."""
         return self.model_dump(exclude={"name", "options"}, exclude_none=True) | self.options
 
     def saying(self, options: Mapping[str, Any], *, name: str | None = None) -> Self:
-        """A copy with these options set; None: not said."""
+        """Return a copy with these options set; None: leave it."""
         fields = type(self).model_fields
         kept = {key: value for key, value in self.options.items() if key not in options}
         others = {key: value for key, value in options.items() if key not in fields and value is not None}

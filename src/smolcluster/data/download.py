@@ -1,7 +1,6 @@
 """Checksummed downloads with nothing but the standard library.
 
-A file is read from the first mirror that has the right bytes: hashed while it is read, written beside its place,
-renamed when the checksum fits. Nothing else ever appears under its name.
+Mirrors are tried in order. A file is hashed while it is read, written to a temporary file, and renamed if the checksum matches.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ TIMEOUT_S = 30.0
 
 
 class _BadMirror(Exception):
-    """Why one mirror's answer cannot be used."""
+    """A mirror's response is invalid."""
 
 
-# What a mirror can do to us. Other OSErrors are ours: a full disk is not mended by the next mirror.
+# Errors of a mirror, after which the next one is tried. Other OSErrors are local, such as a full disk.
 NETWORK_ERRORS = (
     _BadMirror,
     urllib.error.URLError,
@@ -49,7 +48,7 @@ def fetch(
     progress: Progress | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Path:
-    """Make sure that `target` is the file with this checksum; download it if it is not."""
+    """Download `target` unless it is there with this checksum."""
 
     def ready() -> Path | None:
         if not target.is_file():
@@ -95,7 +94,7 @@ def _fetch_one(url: str, target: Path, *, sha256: str, progress: Progress | None
             file.write(block)
             if done != total:
                 told(target.name, done, total)
-        # The two ways to be wrong; leaving the block by an exception throws the temporary file away.
+        # An exception here removes the temporary file.
         if total is not None and done != total:
             raise _BadMirror(f"ended after {done} of {total} bytes")
         if digest.hexdigest() != sha256:
@@ -105,7 +104,7 @@ def _fetch_one(url: str, target: Path, *, sha256: str, progress: Progress | None
 
 @dataclass(frozen=True)
 class Archive:
-    """A zip file with a known checksum, and those of its members that we want."""
+    """A zip file with a known checksum, and the members to extract."""
 
     urls: tuple[str, ...]
     sha256: str
@@ -117,7 +116,7 @@ class Archive:
 
 
 def fetch_members(archive: Archive, folder: Path, *, progress: Progress | None = None) -> list[Path]:
-    """Make sure that the members lie in `folder`, without the archive's own folders; download the archive if not."""
+    """Download and extract the members into `folder`, without the archive's folders, unless they are there."""
     files = [folder / member.rsplit("/", 1)[-1] for member in archive.members]
 
     def ready() -> list[Path] | None:
@@ -144,7 +143,7 @@ def fetch_members(archive: Archive, folder: Path, *, progress: Progress | None =
 
 
 def missing_files(what: str, folder: Path, names: Iterable[str]) -> UserError:
-    """The error for files that are not there and may not be downloaded."""
+    """Return the error for missing files that may not be downloaded."""
     return UserError(
         f"{what} is not in {folder} (looked for {', '.join(names)}) and data.download is false: put the files there, "
         "set data.root to their folder, or set data.download=true"

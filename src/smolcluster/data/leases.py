@@ -78,7 +78,7 @@ class Leases:
         self._check_free(holder, step)
         wanted = _joined(Range(*r) for r in ranges)
         if not wanted or min(wanted).start < 0 or any(r.count < 1 for r in wanted):
-            raise ValueError(f"invalid ranges for a lease: {wanted}")
+            raise ValueError(f"invalid ranges for a lease, which has at least one sample: {wanted}")
         frontier = max(self._frontier, wanted[-1].end)
         free = _joined([*self._returned, Range(self._frontier, frontier - self._frontier)])
         left = _without(free, wanted)

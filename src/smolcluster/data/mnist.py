@@ -40,7 +40,7 @@ SHA256 = {
 
 
 def open_mnist(config: DataConfig, *, progress: Progress | None = None) -> tuple[ArrayDataset, ArrayDataset]:
-    """(training, validation); a batch is (images, labels): float32 of shape (B, 784) and int64 of shape (B,)."""
+    """Return training and validation data. A batch is (images, labels): float32 (B, 784) and int64 (B,)."""
     if config.root is not None and not Path(config.root).expanduser().is_dir():
         raise UserError(
             f"data.root: there is no folder {config.root}; it should hold the MNIST files, or be null for a download"
@@ -85,7 +85,7 @@ def _locate(name: str, folder: Path, *, config: DataConfig, progress: Progress |
 
 
 def read_idx(path: Path, *, ndim: int) -> npt.NDArray[np.uint8]:
-    """An IDX file of bytes as an array."""
+    """Read an IDX file of bytes as an array."""
     data, whole = _read_bytes(path)
     header_bytes = 4 + 4 * ndim
     magic = bytes((0, 0, UNSIGNED_BYTE, ndim))
@@ -107,7 +107,7 @@ def read_idx(path: Path, *, ndim: int) -> npt.NDArray[np.uint8]:
 
 
 def _read_bytes(path: Path) -> tuple[bytes, bool]:
-    """The contents, unpacked, and whether they are complete."""
+    """Return the uncompressed contents, and whether they are complete."""
     try:
         packed = path.read_bytes()
         if path.suffix != ".gz":
@@ -120,5 +120,5 @@ def _read_bytes(path: Path) -> tuple[bytes, bool]:
 
 
 def _normalise(images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    """Pixels to mean 0 and variance 1 over the training set."""
+    """Scale pixels to mean 0 and variance 1 over the training set."""
     return images.to(torch.float32).div_(255).sub_(MEAN).div_(STD), labels.to(torch.int64)

@@ -36,7 +36,7 @@ class Tokenizer(Encoder, Protocol):
 
 
 class BytewiseTokenizer(Encoder, Protocol):
-    """A tokenizer whose every token is the same bytes wherever it stands: all here but Hugging Face's."""
+    """A tokenizer whose tokens are the same bytes in any context: all here but Hugging Face's."""
 
     def token_bytes(self, token: int) -> bytes: ...
 
@@ -105,7 +105,7 @@ class CharTokenizer:
 
     @classmethod
     def from_json(cls, text: str) -> CharTokenizer:
-        """Raises ValueError for anything that `to_json` did not write."""
+        """Restore from `to_json`. Raises ValueError for invalid input."""
         stored = json.loads(text)
         if (
             not isinstance(stored, dict)
@@ -152,14 +152,14 @@ class Gpt2Tokenizer:
 
     @property
     def end_of_text(self) -> int | None:
-        """The token that ends a text, where the files have one."""
+        """The end-of-text token, or None."""
         return next((token for token, spelled in self._bytes.items() if spelled == END_OF_TEXT.encode()), None)
 
 
 def printable_bytes() -> dict[str, int]:
-    """GPT-2's files write each byte as one printable character: this is that character's byte.
+    """Return the byte of each printable character that GPT-2's files use for bytes.
 
-    Printable Latin-1 characters stand for themselves; the other bytes, in order, take the characters from 256 on.
+    Printable Latin-1 characters are themselves; the other bytes, in order, are the characters from 256 on.
     """
     themselves = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [b for b in range(256) if b not in themselves]
@@ -167,7 +167,7 @@ def printable_bytes() -> dict[str, int]:
 
 
 def _gpt2_ranks(encoder_file: Path, merges_file: Path) -> tuple[dict[bytes, int], dict[str, int]]:
-    """Token bytes -> number, and the special tokens. The two files must agree: merge n makes token 256 + n."""
+    """Return token bytes -> id, and the special tokens. The two files must agree: merge n makes token 256 + n."""
     wrong = f"{encoder_file} and {merges_file} are not a pair of GPT-2 tokenizer files"
     table = printable_bytes()
     try:
@@ -219,7 +219,7 @@ class HuggingFaceTokenizer:
 
 
 def find_gpt2_files(*folders: Path | None) -> tuple[Path, Path] | None:
-    """The first folder that has both files, under OpenAI's or Hugging Face's names."""
+    """Return the first folder that has both files, under OpenAI's or Hugging Face's names."""
     for folder in folders:
         for encoder, merges in GPT2_FILES if folder is not None else ():
             if folder is not None and (folder / encoder).is_file() and (folder / merges).is_file():

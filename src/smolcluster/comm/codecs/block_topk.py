@@ -68,7 +68,7 @@ class BlockTopK(Codec):
         return self._head_bytes(total) + -(-total * r // 8) + -(-(total + blocks.count * (blocks.size >> r)) // 8)
 
     def _kept(self, blocks: Blocks) -> int:
-        """Return how many numbers of each block travel."""
+        """Return how many numbers of each block are kept."""
         return min(blocks.size, math.ceil(self.k * blocks.size / BLOCK))
 
     def _head_bytes(self, total: int) -> int:
@@ -120,7 +120,7 @@ class BlockTopK(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How a tensor is cut: into tiles where both sides of a matrix have at least one, else into runs; padded with zeros."""
+    """How a tensor is divided: into tiles if both sides of a matrix have at least one, else into runs; zero-padded."""
 
     shape: tuple[int, ...]
     tiled: bool
@@ -154,7 +154,7 @@ class Blocks:
 
 
 def quantized(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the bin of each number, and the mean of each bin as it travels."""
+    """Return the bin of each number, and the mean of each bin as it is stored."""
     count = 2**bits
     mean, deviation = values.mean(), values.std(correction=0)
     width = 6 * deviation / count
@@ -165,7 +165,7 @@ def quantized(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def pack(codes: Whole, bits: int) -> Bits:
-    """Return the low bits of each code, one after the other."""
+    """Pack the low bits of each code."""
     spread = codes.astype("<u2")[:, None].view(np.uint8)
     return np.packbits(np.unpackbits(spread, axis=1, bitorder="little")[:, :bits].reshape(-1), bitorder="little")
 
@@ -179,7 +179,7 @@ def unpack(data: Bits, bits: int, count: int) -> Whole:
 
 
 def rice(gaps: Whole, *, most_bytes: int) -> tuple[Bits, int]:
-    """Return the gaps in the fewest bytes, and the parameter that took them."""
+    """Rice-code the gaps in the fewest bytes. Returns the bytes and the parameter."""
     n = len(gaps)
     r = min(range(MOST_RICE + 1), key=lambda r: (-(-n * r // 8) + -(-(n + int((gaps >> r).sum())) // 8), r))
     high = gaps >> r
@@ -191,7 +191,7 @@ def rice(gaps: Whole, *, most_bytes: int) -> tuple[Bits, int]:
 
 
 def unrice(data: Bits, r: int, count: int, *, most: int) -> tuple[Whole, int]:
-    """Return `count` gaps, and how many bytes they took. Raises CodecError for bytes that `rice` cannot have made."""
+    """Decode `count` gaps. Returns them and the bytes they took. Raises CodecError for invalid bytes."""
     low_bytes = -(-count * r // 8)
     if r > MOST_RICE or len(data) < low_bytes:
         raise CodecError(f"Rice parameter {r} does not fit {len(data)} bytes of places")
