@@ -31,7 +31,7 @@ from smolcluster.compute.rng import seed_everything
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
 from smolcluster.parallel.fsdp2 import blocks_of
-from smolcluster.planner.fake_group import rehearsal_world
+from smolcluster.planner.fake_group import fake_world
 from smolcluster.planner.memory_estimate import States
 from smolcluster.tasks.base import Task
 from smolcluster.tasks.find import find_task
@@ -156,7 +156,7 @@ def alone() -> None:
     config = Config.model_validate(spec["config"])
     device = choose_device("cuda")
     torch.cuda.set_device(device)
-    with rehearsal_world(0, spec["size"]) as group:
+    with fake_world(0, spec["size"]) as group:
         answer = measure(spec["message"], config, group, device)
     answers.write(json.dumps(answer).encode() + b"\n")
 

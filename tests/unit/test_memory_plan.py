@@ -30,9 +30,9 @@ from smolcluster.engine.worker import Worker
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.memory import show_memory
 from smolcluster.observe.text import size
-from smolcluster.parallel.owned_buckets import deal_turns
+from smolcluster.parallel.owned_buckets import fill_rows
 from smolcluster.parallel.placement import Cost
-from smolcluster.planner import estimate_pool as rehearsal_pool
+from smolcluster.planner import estimate_pool
 from smolcluster.planner.candidates import Choice, as_configured, choices
 from smolcluster.planner.dry_run import describe_memory, ranges
 from smolcluster.planner.estimate_pool import from_plain, to_plain
@@ -246,7 +246,7 @@ def test_a_model_that_looks_at_values_gets_the_formula(tmp_path: Path) -> None:
     made = forecast(subject(1, {"task": f"{path}:Looks"}), choices(1)[0], ways=[Activations()])
     assert made.seats[0].ways == {}
     assert made.seats[0].states.total == 4 * 4 * 72
-    assert "activations are not known: the rehearsal failed (DynamicOutputShape" in made.seats[0].note
+    assert "activations are not known: the memory estimate failed (DynamicOutputShape" in made.seats[0].note
 
 
 # What there is room for
@@ -559,7 +559,7 @@ def test_ranges() -> None:
 
 def test_turns_take_every_number_of_every_share_once() -> None:
     shares = [[(0, 7), (3, 2)], [(1, 5)], [(2, 1), (4, 3)]]
-    turns = deal_turns(shares, 4)
+    turns = fill_rows(shares, 4)
     assert [width for width, _ in turns] == [4, 4, 1]
     for owner, share in enumerate(shares):
         for parameter, length in share:
@@ -577,7 +577,7 @@ def test_turns_take_every_number_of_every_share_once() -> None:
 IMPORTS_FIRST = """
 import sys, threading
 from unittest import mock
-from smolcluster.planner import estimate_pool as rehearsal_pool
+from smolcluster.planner import estimate_pool
 from smolcluster.planner.candidates import Choice
 from smolcluster.planner.forecast import Forecast
 asked = [Choice(label=n, strategy=n) for n in ("single", "fsdp", "pipeline")]
@@ -586,8 +586,8 @@ before = []
 def forecast(subject, choice, *, ways, ask):
     before.append(f"smolcluster.strategies.{choice.strategy}" in sys.modules)
     return Forecast(choice=choice)
-with mock.patch.object(rehearsal_pool, "forecast", forecast), mock.patch.object(rehearsal_pool, "_child", mock.MagicMock()):
-    rehearsal_pool.forecast_all(None, asked, [], processes=2)
+with mock.patch.object(estimate_pool, "forecast", forecast), mock.patch.object(estimate_pool, "_child", mock.MagicMock()):
+    estimate_pool.forecast_all(None, asked, [], processes=2)
 print(before)
 """
 
@@ -602,7 +602,7 @@ def test_whatever_ends_a_rehearsal_is_said(four: Subject, monkeypatch: pytest.Mo
     def broken(*_: Any, **__: Any) -> Forecast:
         raise ImportError("half made")
 
-    monkeypatch.setattr(rehearsal_pool, "forecast", broken)
-    monkeypatch.setattr(rehearsal_pool, "_child", lambda _: contextlib.nullcontext(None))
-    with pytest.raises(SmolclusterError, match="a rehearsal failed: ImportError: half made"):
-        rehearsal_pool.forecast_all(four, choices(2)[:4], [], processes=2)
+    monkeypatch.setattr(estimate_pool, "forecast", broken)
+    monkeypatch.setattr(estimate_pool, "_child", lambda _: contextlib.nullcontext(None))
+    with pytest.raises(SmolclusterError, match="a memory estimate failed: ImportError: half made"):
+        estimate_pool.forecast_all(four, choices(2)[:4], [], processes=2)

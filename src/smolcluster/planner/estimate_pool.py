@@ -1,9 +1,9 @@
-"""Rehearsals side by side: this process and a few others each take the next rank to rehearse.
+"""Memory estimates in parallel: this process and a few others each take the next rank.
 
     parent -> child   a line: the configuration, then one line for each rank: a choice, a rank, the ways
     child -> parent   a line each: what was seen, or why it cannot be
 
-Lines are JSON. A child that is not told any more leaves.
+Lines are JSON. A child exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from smolcluster.config.schema import Config, StrategyConfig
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.planner.candidates import ALONE, Choice
 from smolcluster.planner.forecast import Ask, Forecast, Subject, forecast, rehearse_rank
-from smolcluster.planner.memory_estimate import Activations, CannotRehearse, Rehearsed
+from smolcluster.planner.memory_estimate import Activations, CannotEstimate, MemoryEstimate
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 
 log = logging.getLogger(__name__)
 
 
-FEW = 3  # rehearsals that are done sooner here than a process starts
+FEW = 3  # estimates: so few are done here before a process has started
 
 
 def forecast_all(
@@ -50,7 +50,7 @@ def forecast_all(
     num = min(processes or os.cpu_count() or 1, len(asked), 8)
     done = 0
     lock = threading.Lock()
-    alone: list[Rehearsed] = []  # one worker without others, which several choices ask for
+    alone: list[MemoryEstimate] = []  # one worker without others, which several choices ask for
     waits = threading.Lock()
     idle: queue.SimpleQueue[Ask] = queue.SimpleQueue()
 
@@ -63,7 +63,7 @@ def forecast_all(
                 told(choice.label, done, len(asked))
         return made
 
-    def once(ask: Ask, choice: Choice, rank: int, some: Sequence[Activations]) -> Rehearsed:
+    def once(ask: Ask, choice: Choice, rank: int, some: Sequence[Activations]) -> MemoryEstimate:
         if choice != ALONE:
             return ask(choice, rank, some)
         with waits:
@@ -77,9 +77,9 @@ def forecast_all(
             return one(choice, functools.partial(once, ask))
         except SmolclusterError:
             raise
-        except Exception as error:  # a child that ended, or answered nonsense
-            log.debug("a rehearsal failed", exc_info=error)
-            raise SmolclusterError(f"a rehearsal failed: {type(error).__name__}: {error}") from error
+        except Exception as error:  # a child that died or sent an invalid answer
+            log.debug("a memory estimate failed", exc_info=error)
+            raise SmolclusterError(f"a memory estimate failed: {type(error).__name__}: {error}") from error
         finally:
             idle.put(ask)
 
@@ -112,17 +112,17 @@ def _child(subject: Subject) -> Iterator[Ask]:
     assert process.stderr is not None
     tell, hear, words = process.stdin, process.stdout, process.stderr
 
-    def ask(choice: Choice, rank: int, ways: Sequence[Activations]) -> Rehearsed:
+    def ask(choice: Choice, rank: int, ways: Sequence[Activations]) -> MemoryEstimate:
         _write(tell, {"choice": dataclasses.asdict(choice), "rank": rank, "ways": list(ways)})
         line = hear.readline()
         if not line:
             said = words.read().decode(errors="replace").strip().splitlines()
-            raise SmolclusterError(f"a rehearsal ended without an answer: {said[-1] if said else 'no word'}")
+            raise SmolclusterError(f"a memory estimate ended without an answer: {said[-1] if said else 'no word'}")
         answer = json.loads(line)
         if "user" in answer:
             raise UserError(answer["user"])
         if "cannot" in answer:
-            raise CannotRehearse(answer["cannot"])
+            raise CannotEstimate(answer["cannot"])
         return from_plain(answer)
 
     try:
@@ -142,22 +142,22 @@ def _write(stream: Any, message: dict[str, Any]) -> None:
     stream.flush()
 
 
-def to_plain(seen: Rehearsed) -> dict[str, Any]:
-    """As JSON has it."""
+def to_plain(seen: MemoryEstimate) -> dict[str, Any]:
+    """Return a value as JSON."""
     ways = [[list(way), dataclasses.asdict(peak)] for way, peak in seen.ways.items()]
     return {"start": seen.start, "states": dataclasses.asdict(seen.states), "ways": ways}
 
 
-def from_plain(said: dict[str, Any]) -> Rehearsed:
+def from_plain(said: dict[str, Any]) -> MemoryEstimate:
     ways = {
         Activations(*map(bool, way)): Peak(at=Held(**peak["at"]), each=Held(**peak["each"]))
         for way, peak in said["ways"]
     }
-    return Rehearsed(start=int(said["start"]), states=Held(**said["states"]), ways=ways)
+    return MemoryEstimate(start=int(said["start"]), states=Held(**said["states"]), ways=ways)
 
 
 def main() -> None:
-    """The life of a child."""
+    """Run a child process."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # a task may print; standard output is for answers
     orders = sys.stdin.buffer
@@ -172,7 +172,7 @@ def main() -> None:
             answer = to_plain(rehearse_rank(subject, Choice(**order["choice"]), order["rank"], ways))
         except UserError as error:
             answer = {"user": str(error)}
-        except CannotRehearse as error:
+        except CannotEstimate as error:
             answer = {"cannot": str(error)}
         _write(answers, answer)
 

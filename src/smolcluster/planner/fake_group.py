@@ -1,6 +1,6 @@
-"""One rank among others that are not there: every exchange is over at once and moves nothing.
+"""A group whose other ranks do not exist: every collective completes at once and moves nothing.
 
-For rehearsals: to run a strategy's own code for any rank of any number, in one process.
+For memory estimates: to run a strategy's own code for any rank of any number, in one process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from smolcluster.comm.group import Done, Group, Traffic, Work
 from smolcluster.errors import SmolclusterError
 
 
-class RehearsalGroup(Group):
+class FakeGroup(Group):
     backend = "fake"
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
@@ -53,24 +53,24 @@ class RehearsalGroup(Group):
     def sub(self, ranks: Sequence[int]) -> Group | None:
         if self.rank not in ranks:
             return None
-        return RehearsalGroup([self._ranks[rank] for rank in ranks], list(ranks).index(self.rank))
+        return FakeGroup([self._ranks[rank] for rank in ranks], list(ranks).index(self.rank))
 
     def close(self) -> None:
         return None
 
 
 @contextmanager
-def rehearsal_world(rank: int, size: int) -> Iterator[RehearsalGroup]:
+def fake_world(rank: int, size: int) -> Iterator[FakeGroup]:
     """What torch's own engine asks for too: a process group whose collectives do nothing."""
     if dist.is_initialized():
-        raise SmolclusterError("a rehearsal needs a process that belongs to no group")
+        raise SmolclusterError("a memory estimate needs a process that belongs to no group")
     hook = sys.excepthook  # torch marks what goes wrong with the rank, and would go on doing so
     if size > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
-        yield RehearsalGroup(range(size), rank)
+        yield FakeGroup(range(size), rank)
     finally:
         sys.excepthook = hook
         if size > 1:

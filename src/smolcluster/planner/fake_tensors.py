@@ -1,4 +1,4 @@
-"""Running code on tensors that have shapes and no memory: what torch's FakeTensorMode needs beside it.
+"""Support for running code on fake tensors, beside torch's FakeTensorMode.
 
 - a number that is read from such a tensor is 0, a flag is false
 - what is real stays real: a device mesh, for one, is made of real numbers
@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from smolcluster.compute.ledger import Ledger
 
 
-class NoMemory(Ledger):  # type: ignore[no-untyped-call]
-    """A ledger of tensors without memory. Open it inside a FakeTensorMode."""
+class FakeTensorLedger(Ledger):  # type: ignore[no-untyped-call]
+    """A ledger of fake tensors. Open it inside a FakeTensorMode."""
 
     def answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("pin_memory"):
@@ -34,7 +34,7 @@ class NoMemory(Ledger):  # type: ignore[no-untyped-call]
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return _ANSWERS.find(
-            self.fake, func, args, kwargs, lambda: super(NoMemory, self).answer(func, types, args, kwargs)
+            self.fake, func, args, kwargs, lambda: super(FakeTensorLedger, self).answer(func, types, args, kwargs)
         )
 
 

@@ -1,10 +1,10 @@
-"""What memory every strategy would need, and which fit: a forecast, before anything is trained.
+"""A forecast of the memory that every strategy needs, and which fit.
 
 mesh plane       each kind of seat is estimated (memory_estimate.py): first and last stage of a pipeline, one rank of all
                  that are alike
 elastic plane    weights, gradients and optimizer state by the formula (`Strategy.plan`), activations as estimated for one
                  worker
-what cannot be rehearsed has the formula, without activations, and says so
+what cannot be estimated has the formula, without activations, and says so
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from smolcluster.engine.elastic.wal.journal import disk_bound
 from smolcluster.errors import UserError
 from smolcluster.parallel.placement import Cost, Node, Seat, Shape
 from smolcluster.planner.candidates import ALONE, Choice
-from smolcluster.planner.memory_estimate import Activations, CannotRehearse, Rehearsed, Scene, rehearse
+from smolcluster.planner.memory_estimate import Activations, CannotEstimate, MemoryEstimate, Scene, estimate_memory
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 
 WAYS = (Activations(), Activations(True, False), Activations(False, True))
-Ask = Callable[[Choice, int, Sequence[Activations]], Rehearsed]
+Ask = Callable[[Choice, int, Sequence[Activations]], MemoryEstimate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ class SeatMemory:
     ranks: list[int]
     role: str
     states: Held  # the most of each kind at any moment
-    ways: dict[Activations, Peak]  # empty: not rehearsed
+    ways: dict[Activations, Peak]  # empty: not estimated
     start: int = 0  # the most while the model is built and cut up
-    note: str = ""  # what is not rehearsed here, and why
+    note: str = ""  # what is not estimated here, and why
     journal_step: int = 0  # bytes that a server writes to its disk in every step
     journal_most: int = 0  # bytes that its journal takes there
 
@@ -162,7 +162,7 @@ def forecast(
     every_seat: bool = False,
     ask: Ask | None = None,
 ) -> Forecast:
-    """`ask` rehearses one rank of a choice, perhaps elsewhere; by default here."""
+    """`ask` estimates one rank of a choice, perhaps elsewhere; by default here."""
     here = ask or (lambda c, rank, w: rehearse_rank(subject, c, rank, w))
     try:
         scene = subject.scene(choice)
@@ -175,9 +175,9 @@ def forecast(
         return Forecast(choice=choice, cannot=str(error))
 
 
-def rehearse_rank(subject: Subject, choice: Choice, rank: int, ways: Sequence[Activations]) -> Rehearsed:
+def rehearse_rank(subject: Subject, choice: Choice, rank: int, ways: Sequence[Activations]) -> MemoryEstimate:
     scene = subject.scene(choice)
-    return rehearse(scene, rank=rank, part=subject.part(subject.nodes[rank].batch_size), ways=ways)
+    return estimate_memory(scene, rank=rank, part=subject.part(subject.nodes[rank].batch_size), ways=ways)
 
 
 def _mesh_seats(
@@ -193,8 +193,8 @@ def _mesh_seats(
         ranks = sorted(seat.rank for seat in alike)
         try:
             seen = ask(choice, rank, ways)
-        except CannotRehearse as error:
-            note = f"activations are not known: the rehearsal failed ({error})"
+        except CannotEstimate as error:
+            note = f"activations are not known: the memory estimate failed ({error})"
             states = _by_formula(scene.placement.cost)
             found.append(SeatMemory(ranks=ranks, role="worker", states=states, ways={}, note=note))
             continue
@@ -230,8 +230,8 @@ def _elastic_seats(
         alone = ask(ALONE, 0, ways).ways
         peaks = {way: _with_activations(states, peak) for way, peak in alone.items()}
         note = "by the formula, with the activations of one worker"
-    except CannotRehearse as error:
-        peaks, note = {}, f"by the formula; activations are not known: the rehearsal failed ({error})"
+    except CannotEstimate as error:
+        peaks, note = {}, f"by the formula; activations are not known: the memory estimate failed ({error})"
     found = [SeatMemory(ranks=workers, role="worker", states=states, ways=peaks, note=note)]
     serving = scene.placement.server
     servers = [seat.rank for seat in scene.placement.seats if seat.role == "server"]

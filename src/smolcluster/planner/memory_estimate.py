@@ -1,4 +1,4 @@
-"""How much memory a rank will need: its own code, run once without memory.
+"""Estimate the memory of a rank: run its own code once on fake tensors.
 
     a process group whose collectives do nothing        planner/fake_group.py
     tensors with shapes and no memory                    torch's FakeTensorMode
@@ -6,8 +6,8 @@
     every storage that comes and goes                    compute/ledger.py
 
 Nothing is computed, so it takes as long as Python needs to name the operations: about a second for a model of twelve layers,
-whatever their width. What depends on values cannot be rehearsed: numbers that are read from a tensor are 0, flags are false,
-and a model whose shapes depend on them raises `CannotRehearse`.
+whatever their width. What depends on values cannot be estimated: numbers that are read from a tensor are 0, flags are false,
+and a model whose shapes depend on them raises `CannotEstimate`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
 from smolcluster.models.protocols import Recomputable
 from smolcluster.parallel.placement import Node, Placement, Seat
-from smolcluster.planner.fake_group import rehearsal_world
-from smolcluster.planner.fake_tensors import NoMemory, moving, no_vote, quietly
+from smolcluster.planner.fake_group import fake_world
+from smolcluster.planner.fake_tensors import FakeTensorLedger, moving, no_vote, quietly
 from smolcluster.strategies.base import Context, Strategy
 from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
@@ -42,7 +42,7 @@ from smolcluster.tasks.base import Task
 log = logging.getLogger(__name__)
 
 
-class CannotRehearse(SmolclusterError):
+class CannotEstimate(SmolclusterError):
     """The code of this model or strategy needs values, not only shapes."""
 
 
@@ -58,7 +58,7 @@ class Activations(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
+class MemoryEstimate:
     start: int  # the most bytes while the model was built and cut up
     states: Held  # at the end of a step, when its gradients are complete and nothing else is there
     ways: dict[Activations, Peak]  # of a step, when the optimizer has its state
@@ -66,7 +66,7 @@ class Rehearsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What is rehearsed: a run, as its workers would find it."""
+    """The run whose memory is estimated."""
 
     config: Config
     task: Task
@@ -77,18 +77,18 @@ class Scene:
     device: torch.device
 
 
-def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Activations]) -> Rehearsed:
+def estimate_memory(scene: Scene, *, rank: int, part: Any, ways: Sequence[Activations]) -> MemoryEstimate:
     """What this rank holds. `part` is one of its micro-batches; its values do not matter."""
     size = len(scene.nodes)
     import torch.distributed._tools.fake_collectives  # noqa: F401 - teaches collectives to work on fake tensors
 
     with (
-        rehearsal_world(rank, size) as group,
+        fake_world(rank, size) as group,
         quietly(),
         no_vote(),
         moving(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        NoMemory(scene.device) as ledger,
+        FakeTensorLedger(scene.device) as ledger,
     ):
         context = Context(
             config=_without_values(scene.config),
@@ -107,11 +107,11 @@ def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Activations])
         except SmolclusterError:
             raise
         except Exception as error:  # torch, or the model's own code: on tensors without values it may raise anything
-            log.debug("the rehearsal failed", exc_info=error)
-            raise CannotRehearse(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
+            log.debug("the memory estimate failed", exc_info=error)
+            raise CannotEstimate(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
 
 
-def _run(scene: Scene, context: Context, ledger: Ledger, part: Any, ways: Sequence[Activations]) -> Rehearsed:
+def _run(scene: Scene, context: Context, ledger: Ledger, part: Any, ways: Sequence[Activations]) -> MemoryEstimate:
     part = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=scene.device), part)
     parts = [part] * min(2, context.config.training.grad_accumulation)  # a third would be as the second
     strategy = scene.strategy(scene.options, context)
@@ -128,7 +128,7 @@ def perform(
     ways: Sequence[Activations],
     *,
     warm: bool = False,
-) -> Rehearsed:
+) -> MemoryEstimate:
     """A step for each way, of a strategy that was set up while `ledger` was open. The tensors may as well be real.
 
     A way that would change nothing is not gone: the model recomputes nothing by itself, or has no attention.
@@ -145,7 +145,7 @@ def perform(
         with _in_this_way(strategy.replica.model, way):
             strategy.step(Batch(parts=parts, samples=len(parts), tokens=0, step=(number + 1) * local_steps))
         found[way] = ledger.peak(since, settled=True)
-    return Rehearsed(start=start, states=states.held, ways=found)
+    return MemoryEstimate(start=start, states=states.held, ways=found)
 
 
 class States:

@@ -1,4 +1,4 @@
-"""Which numbers of workers a run can have, and how each of them shares the same step out.
+"""The numbers of workers that a run can have, with the same samples per step.
 
 A step reads the same samples however many workers there are, so that a run that loses some keeps its loss curve: what they read
 is dealt out to those that are left. First in more micro-steps, so that none needs more memory than before; where the numbers do
