@@ -88,7 +88,7 @@ class ConnectionGate:
             await answer(503, *body, headers=headers, send=hardened(send))
             return
         names = dict(scope["headers"])
-        connection.begin(has_body=b"transfer-encoding" in names or names.get(b"content-length", b"0") != b"0")
+        number = connection.begin(has_body=b"transfer-encoding" in names or names.get(b"content-length", b"0") != b"0")
 
         async def counted_receive() -> Message:
             message = await receive()
@@ -99,7 +99,7 @@ class ConnectionGate:
         try:
             await self._app(scope, counted_receive, send)
         finally:
-            connection.end()
+            connection.end(number)
 
 
 class _Connection(asyncio.Protocol):
@@ -132,15 +132,18 @@ class _Connection(asyncio.Protocol):
     def enter(self, phase: _Phase) -> None:
         self.phase, self.since = phase, self._loop.time()
 
-    def begin(self, *, has_body: bool) -> None:
+    def begin(self, *, has_body: bool) -> int:
         self._requests += 1
         self.enter(_Phase.READING if has_body else _Phase.ANSWERING)
         _cancel(self._head_timer)
         self._head_timer = None
+        return self._requests
 
-    def end(self) -> None:
+    def end(self, number: int) -> None:
+        if number != self._requests:  # the next one, pipelined, has begun
+            return
         if self.phase is _Phase.READING:
-            self._loop.call_later(self._limits.linger_s, self._abort_unless_new, self._requests)
+            self._loop.call_later(self._limits.linger_s, self._abort_unless_new, number)
         else:
             self.enter(_Phase.RESTING)
 
