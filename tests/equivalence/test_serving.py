@@ -183,7 +183,7 @@ def test_little_memory_costs_time_and_no_token(source: RandomSource) -> None:
     with cluster(source, "a", memory_bytes=weights + int(240 * layer_bytes / FOR_CACHES) + layer_bytes) as made:
         holder = made.stages["a"][0]
         assert made.front.context == 240  # fewer than the model could
-        work = holder._work
+        work = holder._process
 
         def watched(*said: Any) -> None:
             nonlocal most
@@ -191,7 +191,7 @@ def test_little_memory_costs_time_and_no_token(source: RandomSource) -> None:
             assert holder._part is not None
             most = max(most, sum(holder._part.lengths().values()))
 
-        holder._work = watched  # type: ignore[method-assign]
+        holder._process = watched  # type: ignore[method-assign]
         expected = [source.greedy(prompt, 100) for prompt in PROMPTS]
         assert all_at_once(made, 100, SamplingParams(temperature=0.0)) == expected
     assert 200 < most <= 240
@@ -237,5 +237,5 @@ def test_a_model_in_this_process_that_overflows_says_so() -> None:
     async def first() -> Token:
         return await anext(engine.stream(SequenceRequest(tokens=PROMPTS[0], max_tokens=1, sampling=GREEDY)))
 
-    with pytest.raises(RetriesExhausted, match="the model's numbers have overflowed, or its weights are damaged"):
+    with pytest.raises(RetriesExhausted, match="the model overflowed, or its weights are damaged"):
         asyncio.run(first())
