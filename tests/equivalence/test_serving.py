@@ -183,17 +183,17 @@ def test_little_memory_costs_time_and_no_token(source: RandomSource) -> None:
     most = 0
 
     with cluster(source, "a", memory_bytes=weights + int(240 * layer_bytes / FOR_CACHES) + layer_bytes) as made:
-        holder = made.stages["a"][0]
+        worker = made.stages["a"][0]
         assert made.front.context == 240  # fewer than the model could
-        work = holder._work
+        work = worker._process
 
         def watched(*said: Any) -> None:
             nonlocal most
             work(*said)
-            assert holder._part is not None
-            most = max(most, sum(holder._part.lengths().values()))
+            assert worker._stage_model is not None
+            most = max(most, sum(worker._stage_model.lengths().values()))
 
-        holder._work = watched  # type: ignore[method-assign]
+        worker._process = watched  # type: ignore[method-assign]
         expected = [source.greedy(prompt, 100) for prompt in PROMPTS]
         assert all_at_once(made, 100, SamplingParams(temperature=0.0)) == expected
     assert 200 < most <= 240
@@ -239,5 +239,5 @@ def test_a_model_in_this_process_that_overflows_says_so() -> None:
     async def first() -> Token:
         return await anext(engine.stream(SequenceRequest(tokens=PROMPTS[0], max_tokens=1, sampling=GREEDY)))
 
-    with pytest.raises(RetriesExhausted, match="the model's numbers have overflowed, or its weights are damaged"):
+    with pytest.raises(RetriesExhausted, match="the model overflowed, or its weights are damaged"):
         asyncio.run(first())
