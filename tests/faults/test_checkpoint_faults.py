@@ -23,9 +23,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from smolcluster.durable_files import Files, OutputFile, atomic_write_text
 from smolcluster.engine.checkpoint.async_saver import Saver
 from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot, folder_name, verify
-from smolcluster.engine.durable_files import Files, OutputFile, atomic_write_text
 from smolcluster.errors import DamagedCheckpoint
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 

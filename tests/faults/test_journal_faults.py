@@ -32,9 +32,9 @@ from tests.faults import test_checkpoint_faults as model
 from tests.faults.test_checkpoint_faults import Crash, ModelFile, Survivor, build, power_cut
 from torch import Tensor
 
+from smolcluster.durable_files import Files, OutputFile, size_on_disk
 from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
 from smolcluster.engine.checks import check_server_disk
-from smolcluster.engine.durable_files import Files, OutputFile, size_on_disk
 from smolcluster.engine.elastic.wal.journal import Journal, JournalFull
 from smolcluster.engine.elastic.wal.log_files import JournalRecord
 from smolcluster.engine.elastic.wal.recovery import DamagedJournal

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from smolcluster.durable_files import Files, OutputFile, atomic_write_text, ensure_folder
 from smolcluster.engine.checkpoint.async_saver import Saver, SnapshotBuffers
 from smolcluster.engine.checkpoint.snapshot import VERSION
 from smolcluster.engine.checkpoint.store import (
@@ -31,7 +32,6 @@ from smolcluster.engine.checkpoint.store import (
     verify,
     weights_sha256,
 )
-from smolcluster.engine.durable_files import Files, OutputFile, atomic_write_text, ensure_folder
 from smolcluster.errors import DamagedCheckpoint, UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from smolcluster.config import Config, ModelConfig, dump
 from smolcluster.config.shape import shape_of
+from smolcluster.durable_files import Files
 from smolcluster.engine.checkpoint.export_hf import export_run, write_folder
 from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot
-from smolcluster.engine.durable_files import Files
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.models import GPT, GPTConfig, Qwen3Config, hugging_face

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from tests.unit.test_transport import Recorder, has_ipv6, make_peer
 
-from smolcluster.comm.elastic.membership import heartbeats as membership
-from smolcluster.comm.elastic.membership.heartbeats import CLOSED, SILENT, Fields, MembershipClient, MembershipServer
 from smolcluster.comm.elastic.transport.connection import LinkLimits, TcpLink
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
+from smolcluster.comm.mesh import heartbeats as membership
+from smolcluster.comm.mesh.heartbeats import CLOSED, SILENT, Fields, MembershipClient, MembershipServer
 
 HERE = "127.0.0.1"
 WAIT_S = 60.0

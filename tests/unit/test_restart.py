@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from tests.unit.story import Script, Story
 
-from smolcluster.comm.elastic.membership.heartbeats import MembershipClient, MembershipServer
 from smolcluster.comm.elastic.transport import tcp
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
+from smolcluster.comm.mesh.heartbeats import MembershipClient, MembershipServer
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir

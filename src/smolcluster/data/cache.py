@@ -15,16 +15,15 @@ import json
 import os
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from smolcluster.data.file_lock import run_once
+from smolcluster.durable_files import replacing
 from smolcluster.errors import UserError
 
 FORMAT_VERSION = 1
@@ -62,20 +61,6 @@ def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
         return Path.home() / "Library" / "Caches" / "smolcluster"
     xdg = os.environ.get("XDG_CACHE_HOME")
     return (Path(xdg) if xdg else Path.home() / ".cache") / "smolcluster"
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file atomically: to a temporary file beside it, flushed to disk, then renamed."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def remove_abandoned(folder: Path) -> None:

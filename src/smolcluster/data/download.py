@@ -16,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smolcluster.data.cache import Progress, remove_abandoned, replacing
+from smolcluster.data.cache import Progress, remove_abandoned
 from smolcluster.data.file_lock import run_once
+from smolcluster.durable_files import replacing
 from smolcluster.errors import UserError
 
 BLOCK_BYTES = 256 * 1024

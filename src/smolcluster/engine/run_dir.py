@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from smolcluster.engine.durable_files import Files
+from smolcluster.durable_files import Files, replacing
 from smolcluster.errors import UserError
 from smolcluster.observe.jsonl import truncate_metrics
 
@@ -172,12 +172,8 @@ class RunDir:
             ) from error
 
     def _write_config(self, text: bytes) -> None:
-        temporary = self.config.with_suffix(".yaml.tmp")
-        try:
-            temporary.write_bytes(text)
-            temporary.replace(self.config)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(self.config) as file:
+            file.write(text)
 
     def _take_back(self, config_before: tuple[bytes, int] | None) -> None:
         """The configuration that was there, and its time: a newer one would say that the run was resumed."""

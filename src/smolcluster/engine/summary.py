@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smolcluster.engine.durable_files import atomic_write_text
+from smolcluster.durable_files import atomic_write_text
 from smolcluster.observe.events import plain
 
 FIELDS = (

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smolcluster.comm.addresses import is_loopback
-from smolcluster.engine.durable_files import write_private_text
+from smolcluster.durable_files import write_private_text
 from smolcluster.errors import SmolclusterError, UserError
 
 PROJECT = "smolcluster-logs"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smolcluster.engine.durable_files import atomic_write_text
+from smolcluster.durable_files import atomic_write_text
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.api import run_here
 from smolcluster.launch.local.outcome import Interrupted

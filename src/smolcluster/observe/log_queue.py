@@ -29,6 +29,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from smolcluster.durable_files import replacing
 from smolcluster.locks import try_lock
 
 PRINTED = "STDERR"  # the level of lines that are not records
@@ -189,14 +190,8 @@ class LogQueue:
         position = self._position
         head = self._seen[1] or self._head(0)
         known = {"offset": position.offset, "time_ns": position.time_ns, "head": head, "told": self.notes}
-        temporary = self._saved.with_name(f"{self._saved.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps(known) + "\n", encoding="utf-8")
-            temporary.replace(self._saved)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        with replacing(self._saved, flush=False) as file:
+            file.write(json.dumps(known).encode() + b"\n")
 
     def _head(self, offset: int) -> str:
         assert self._file is not None

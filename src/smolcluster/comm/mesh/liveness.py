@@ -11,14 +11,14 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from smolcluster.comm.elastic.membership.heartbeats import (
+from smolcluster.comm.group import Group, gather_json
+from smolcluster.comm.mesh.heartbeats import (
     SILENT,
     Fields,
     Membership,
     MembershipClient,
     MembershipServer,
 )
-from smolcluster.comm.group import Group, gather_json
 from smolcluster.errors import UserError
 
 SILENT_S = 30.0  # longer than any pause of a rank's own threads

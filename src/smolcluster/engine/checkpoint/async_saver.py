@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from smolcluster.durable_files import Closing
 from smolcluster.engine.checkpoint.safetensors_writer import find_aliases
 from smolcluster.engine.checkpoint.snapshot import Snapshot
-from smolcluster.engine.durable_files import Closing
 from smolcluster.errors import SmolclusterError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 

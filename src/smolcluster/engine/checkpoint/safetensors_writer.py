@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from smolcluster.engine.durable_files import OutputFile
+from smolcluster.durable_files import OutputFile
 from smolcluster.errors import UserError
 
 CHUNK_BYTES = 16 << 20  # large enough that the interpreter's lock, needed between two chunks, costs nothing

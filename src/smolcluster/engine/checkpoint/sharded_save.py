@@ -17,9 +17,9 @@ from typing import Any
 
 from smolcluster.comm.group import Group, PeerLost, gather_json
 from smolcluster.comm.notes import Notes
+from smolcluster.durable_files import TEMPORARY, Files
 from smolcluster.engine.checkpoint.snapshot import Encoded, Layout, Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
-from smolcluster.engine.durable_files import TEMPORARY, Files
 from smolcluster.errors import SmolclusterError
 
 WRITE_TIMEOUT_S = 1800.0  # for the slowest rank's part, after the lead has begun

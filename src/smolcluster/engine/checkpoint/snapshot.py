@@ -39,9 +39,9 @@ from torch import Tensor
 from smolcluster.compute.optim import without_state
 from smolcluster.compute.replica import Replica
 from smolcluster.config.strategies import find_record
+from smolcluster.durable_files import Files
 from smolcluster.engine.checkpoint.lazy_tensors import FileEntry, Size, StoredTensors
 from smolcluster.engine.checkpoint.safetensors_writer import HashedFile, TensorFile
-from smolcluster.engine.durable_files import Files
 from smolcluster.errors import DamagedCheckpoint, UserError
 from smolcluster.models.parts import first_of
 from smolcluster.parallel.stages import COPY

@@ -23,6 +23,13 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from smolcluster.durable_files import (
+    TEMPORARY,
+    Files,
+    atomic_write_text,
+    ensure_folder,
+    temporary_name,
+)
 from smolcluster.engine.checkpoint.safetensors_writer import weights_sha256
 from smolcluster.engine.checkpoint.snapshot import (
     MANIFEST,
@@ -34,13 +41,6 @@ from smolcluster.engine.checkpoint.snapshot import (
     read_checkpoint,
     read_manifest,
     verify,
-)
-from smolcluster.engine.durable_files import (
-    TEMPORARY,
-    Files,
-    atomic_write_text,
-    ensure_folder,
-    temporary_name,
 )
 from smolcluster.errors import DamagedCheckpoint, UserError
 

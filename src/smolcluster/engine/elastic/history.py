@@ -34,7 +34,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from smolcluster.engine.durable_files import Closing
+from smolcluster.durable_files import Closing
 
 logger = logging.getLogger(__name__)
 

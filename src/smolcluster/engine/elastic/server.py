@@ -28,10 +28,10 @@ from smolcluster.compute.buffers import not_finite
 from smolcluster.config import public_dict
 from smolcluster.data.leases import Leases, Range, indices
 from smolcluster.data.sampler import Sampler
+from smolcluster.durable_files import atomic_write_text
 from smolcluster.engine.checkpoint.snapshot import Snapshot, check_compatible, check_whole, state_for
 from smolcluster.engine.checkpoint.tokenizer_files import check_tokenizer
 from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite
-from smolcluster.engine.durable_files import atomic_write_text
 from smolcluster.engine.elastic import history
 from smolcluster.engine.elastic.admission import Admission, RowQuota, layout_of
 from smolcluster.engine.elastic.adopted_config import MOST_STEPS

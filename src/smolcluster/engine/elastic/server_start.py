@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.config.schema import TrainingConfig
+from smolcluster.durable_files import size_on_disk
 from smolcluster.engine.checkpoint.snapshot import Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.checks import check_server_disk
-from smolcluster.engine.durable_files import size_on_disk
 from smolcluster.engine.elastic.wal.journal import disk_bound, least_disk
 from smolcluster.engine.elastic.wal.recovery import Recovered
 from smolcluster.engine.run_dir import RunDir

@@ -1,1 +1,1 @@
-"""The process around a worker or server: how it starts, its channel to the launcher, its identity."""
+"""Entry points of worker and server processes, warm starts and standby processes."""

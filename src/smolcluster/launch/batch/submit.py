@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from smolcluster.engine.durable_files import write_private_text
+from smolcluster.durable_files import write_private_text
 from smolcluster.errors import SmolclusterError, UserError
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smolcluster.engine.durable_files import atomic_write_text
+from smolcluster.durable_files import atomic_write_text
 from smolcluster.errors import UserError, unknown_name
 
 

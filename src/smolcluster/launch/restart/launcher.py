@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smolcluster.comm.elastic.membership.heartbeats import MembershipClient
 from smolcluster.comm.elastic.transport.security import load_keyring
+from smolcluster.comm.mesh.heartbeats import MembershipClient
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.local.mesh import check_no_lost_commits

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from smolcluster.comm.elastic.membership.heartbeats import SILENT, Fields, MembershipClient
+from smolcluster.comm.mesh.heartbeats import SILENT, Fields, MembershipClient
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.version import __version__

@@ -33,7 +33,6 @@ import secrets
 import ssl
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,6 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smolcluster.comm.addresses import is_loopback
+from smolcluster.durable_files import replacing
 from smolcluster.errors import MissingExtra, SmolclusterError, UserError
 
 if TYPE_CHECKING:
@@ -395,17 +395,10 @@ class TokenFile:
 
     def _write(self, lines: list[str]) -> None:
         path = self.path.resolve()  # keep symlinks
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            try:
-                with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    file.write("".join(line + "\n" for line in lines).encode())
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with replacing(path, mode=0o600) as file:
+                file.write("".join(line + "\n" for line in lines).encode())
         except OSError as error:
             raise UserError(
                 f"cannot write the token file {self.path}: {error.strerror}; "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from smolcluster.comm.elastic.membership.eviction_policy import Complaint, Strikes, is_lone, verdict
 from smolcluster.comm.elastic.membership.roster import Member, Roster
-from smolcluster.comm.elastic.membership.verdict import Complaint, Strikes, is_lone, verdict
 from smolcluster.comm.elastic.transport.messages import Message
 
 SUSPICION_S = 0.5  # after the last complaint: by then both ends of every broken link have complained

@@ -33,11 +33,11 @@ from typing import Any
 
 from torch import Tensor
 
+from smolcluster.durable_files import Closing, Files, OutputFile, ensure_folder
 from smolcluster.engine.checkpoint.async_saver import Saver
 from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
 from smolcluster.engine.checkpoint.snapshot import Others, Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
-from smolcluster.engine.durable_files import Closing, Files, OutputFile, ensure_folder
 from smolcluster.engine.elastic.wal.log_files import OPEN, RECORD, SEAL, make_frame, read_log
 from smolcluster.engine.elastic.wal.recovery import Recovered, damaged, records_in_turn
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError

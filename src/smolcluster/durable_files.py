@@ -16,7 +16,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from smolcluster.locks import try_lock, unlock
 
@@ -166,6 +166,21 @@ def write_private_text(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, mode: int = 0o666, flush: bool = True) -> Iterator[IO[bytes]]:
+    """Write a file atomically: to a temporary file beside it, flushed to disk, then renamed."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def atomic_write_text(path: Path, text: str, *, files: Files | None = None) -> None:

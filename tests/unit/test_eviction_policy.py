@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smolcluster.comm.elastic.membership.verdict import EXACT, FORGET_S, Complaint, Strikes, is_lone, verdict
+from smolcluster.comm.elastic.membership.eviction_policy import EXACT, FORGET_S, Complaint, Strikes, is_lone, verdict
 
 
 def between(*pairs: tuple[int, int]) -> set[Complaint]:
