@@ -1,4 +1,4 @@
-"""The exceptions of this package.
+"""Exceptions, and the roots of those that rooms define.
 
     SmolclusterError          exit status 1: the run failed
     ├── UserError             exit status 2: the input is wrong; one message, no traceback
@@ -8,7 +8,7 @@
     ├── DamagedJournal        a server's journal is not what was written (engine/elastic/wal/)
     ├── JournalFull           a step cannot be recorded, so it is not committed (engine/elastic/wal/)
     ├── CodecError            a tensor or payload that a codec cannot carry (comm/codecs)
-    └── PeerLost              another process stopped answering (comm/group.py)
+    └── PeerLost              another process stopped answering (comm/work.py)
 
 A message gives the value, the place and the remedy.
 """
