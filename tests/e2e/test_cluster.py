@@ -305,7 +305,7 @@ def test_init_writes_a_file_of_what_answers(two: Lab) -> None:
     assert re.search(r"^  # gone: .*  # .*refuses connections.*start an ssh server", text, re.M)
     assert "smolcluster cluster check made.yaml" in ended.out
     again = two.run("cluster", "init", "--out", "made.yaml")
-    assert (again.status, "is there already" in again.err) == (2, True)
+    assert (again.status, "already exists" in again.err) == (2, True)
     port = ("--override", f"cluster.port={free_port()}")
     checked = two.run("cluster", "check", "made.yaml", *port).ok()
     assert "reaches" in checked.out

@@ -299,7 +299,7 @@ def test_another_strategy_does_not_lose_what_is_only_in_the_journal(smol: Smol, 
     other = ("--strategy", "allreduce", "--plane", "elastic", "--steps", "1000000")
     refused = smol.run("train", "--resume", run_dir, *other, cwd=folder, env=go)
     assert refused.status == 2, refused
-    said = re.search(r"this run has committed (\d+) steps, but its last checkpoint is of step 0", refused.err)
+    said = re.search(r"this run has committed (\d+) steps, and its last checkpoint is of step 0", refused.err)
     assert said is not None, refused.err
     assert "--strategy syncps" in refused.err
     mesh = smol.run("train", "--resume", run_dir, "--strategy", "allreduce", "--plane", "mesh", cwd=folder, env=go)

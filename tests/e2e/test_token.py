@@ -193,7 +193,7 @@ def test_mistakes_leave_with_2_and_change_nothing(here: Here) -> None:
 
 def test_a_token_is_kept_once_and_there_is_a_limit(here: Here) -> None:
     tokens = [new_token() for _ in range(MAX_TOKENS + 1)]
-    assert f"more than {MAX_TOKENS}" in here.token("add", given="\n".join(tokens)).err
+    assert f"at most {MAX_TOKENS}" in here.token("add", given="\n".join(tokens)).err
     assert not here.file.exists()
     del tokens[-1]
     here.token("add", given="\n".join(tokens * 2)).ok()

@@ -121,7 +121,7 @@ def test_what_a_stage_gives_may_lie_in_memory_as_it_likes(tmp_path: Path) -> Non
     ("task", "size", "options", "said"),
     [
         ("Tied", 2, {}, "0.weight and 2.weight is one weight on several stages of the pipeline"),
-        ("Turned", 4, {"strategy.layer_distribution": [1, 1, 1, 2]}, "layers without parameters to train only"),
+        ("Turned", 4, {"strategy.layer_distribution": [1, 1, 1, 2]}, "have no trainable parameters"),
         (
             "Turned",
             2,

@@ -12,8 +12,8 @@ from smolcluster.config import load_config, resolve
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.prepare import Prepared
+from smolcluster.launch.restart import endpoint, rendezvous
 from smolcluster.launch.restart import launcher as restart
-from smolcluster.launch.restart import rendezvous
 from smolcluster.launch.restart.plan import ElasticRange, parse_elastic
 from smolcluster.observe.console import ConsoleSink
 
@@ -23,10 +23,10 @@ def plans(_: Any, elastic: ElasticRange) -> Any:
 
 
 def main() -> None:
-    folder, size, workers, endpoint, silent_s = sys.argv[1:]
+    folder, size, workers, address, silent_s = sys.argv[1:]
     endpoint.SILENT_S = rendezvous.SILENT_S = float(silent_s)
     restart._PROCESS, restart.plan_world_sizes = "tests.unit.scripted_process", plans  # type: ignore[assignment]
-    wish = parse_elastic(size, workers=int(workers), endpoint=endpoint)
+    wish = parse_elastic(size, workers=int(workers), endpoint=address)
     sets = {"strategy.name": "allreduce", "cluster.num_workers": wish.max_workers, "cluster.standby": False}
     config = resolve(load_config([], sets=sets))
     run = Prepared(config=config, workers=wish.max_workers, run_dir=RunDir(Path(folder)))
