@@ -77,7 +77,11 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Single:
 
     @functools.cache
     def run(depth: int) -> World:
-        sets = {"training.batch_size": BATCH * PARTS, "training.checkpoint_steps": SAVED + 1}
+        sets = {
+            "training.batch_size": BATCH * PARTS,
+            "training.checkpoint_steps": SAVED + 1,
+            "training.eval_steps": STEPS,
+        }
         config = CONFIG | sets | {"model.num_layers": depth}
         return run_world(1, tmp_path_factory.mktemp("one"), config, task="DoubleGPT", strategy="single")
 
