@@ -28,7 +28,7 @@ inner optimizer for DiLoCo", 2025 (2505.23725).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -52,12 +52,12 @@ class DiLoCo(LocalSteps[DiLoCoOptions]):
     def outer_states(cls, options: DiLoCoOptions) -> int:
         return int(options.outer_momentum > 0)
 
-    def combination(self) -> Combination:
+    def combination(self, parameters: Mapping[str, nn.Parameter]) -> Combination:
         codec = chosen_codec(self.options)
         if codec.lossless:
-            return self.sum_of_workers(self.options)
+            return super().combination(parameters)
         return GatheredMean(
-            {name: p for name, p in self.replica.model.named_parameters() if p.requires_grad},
+            parameters,
             self.context.fixed_group,
             codec=codec,
             decay=self.options.feedback_decay,
