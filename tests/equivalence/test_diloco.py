@@ -20,7 +20,9 @@ from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.errors import UserError
 from smolcluster.parallel.placement import Node, Shape
+from smolcluster.strategies.base import State
 from smolcluster.strategies.diloco import DiLoCo
 
 SEED, STEPS, RATE, H = 5, 8, 0.01, 2
@@ -217,6 +219,30 @@ def test_streaming_is_resumed_to_the_bit(tmp_path: Path, options: dict[str, Any]
     assert read_checkpoint(saved).state["strategy"]["in_flight"]
     again = train("mesh", tmp_path / "again", sets, resume=saved)
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, WAN], ids=["dense", "wan"])
+def test_fragments_on_the_elastic_plane(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A fragment is a round: replicas agree, and workers that go on in the run's directory do so with their own weights."""
+    sets = STREAMS | options | {"strategy.overlap": 0, "training.checkpoint_steps": 6}
+    whole = train("elastic", tmp_path / "whole", sets)
+    assert isinstance(whole, ElasticWorld)
+    assert whole.summary["replicas_agree"] is True
+    # The last round of a run is of all fragments, so the run that is continued must have been cut off.
+    saved = whole.run_dir / "checkpoints" / "step-00000006"
+    again = train("elastic", whole.run_dir, sets, resume=saved)
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_resuming_with_other_fragments_is_refused(fragments: int) -> None:
+    """Nothing is loaded."""
+    strategy = object.__new__(DiLoCo)
+    strategy.options = DiLoCoOptions(inner_steps=4, fragments=fragments)
+    state = State(weights={}, optimizer={}, numbers={"fragments": [2, 2]})
+    with pytest.raises(UserError, match=r"was made with strategy\.fragments 2 and inner_steps 4"):
+        strategy.load_state(state)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "blocktopk"])

@@ -5,7 +5,7 @@
                      decodes them in the order of ranks and takes the mean: replicas stay bit-identical
 
 A sum in a ring would have to be encoded again at every hop. For local steps, which contribute all tensors at once and seldom:
-one message of each member in a round, and one round at a time.
+one message of each member in a round, and one round at a time. Where it may stay under way, a checkpoint has its mean.
 
 Bytes per round and member, sent and received each, for S encoded bytes on N members:   (N-1) S
 
@@ -54,6 +54,7 @@ class GatheredMean(Combination):
         self._fake = any(isinstance(p, FakeTensor) for p in self._parameters)  # a memory estimate: nothing to encode
         self._weight, self._norm, self._message = 0.0, 0.0, torch.empty(0, dtype=torch.uint8)
         self._mean: tuple[float, list[Tensor | None]] | None = None
+        self._work: Work = Done()
         self._fixed = group is not None
         if group is not None:
             self._group = group
@@ -101,8 +102,7 @@ class GatheredMean(Combination):
         return self._mean[1]
 
     def put(self, slot: int, results: Sequence[Tensor | None]) -> None:
-        self._mean, self._stops = (1.0, list(results)), 0.0
-        self._work = Done()
+        self._mean, self._stops, self._work = (1.0, list(results)), 0.0, Done()
 
     def norms(self, slot: int) -> tuple[float, float]:
         assert self._mean is not None
@@ -156,7 +156,7 @@ class GatheredMean(Combination):
         self._message, self._mean = message, None
         mine = torch.cat([message, torch.tensor([self._stop], dtype=torch.uint8)]).to(device)
         self._gathered = torch.empty(self._group.size * len(mine), dtype=torch.uint8, device=device)
-        self._work: Work = self._group.all_gather(self._gathered, mine)
+        self._work = self._group.all_gather(self._gathered, mine)
 
     def _mean_of(self, messages: Sequence[Tensor]) -> tuple[float, list[Tensor | None]]:
         """The weight of all messages, and the mean of each tensor; None of one that nobody used."""

@@ -213,7 +213,8 @@ class LocalSteps(Exchanging[LocalStepsT]):
     @torch.no_grad()
     def apply(self, result: Committed) -> None:
         places = self._fragmented.places(result.slot)
-        parameters, anchors = [self.replica.parameters[i] for i in places], [self._anchor[i] for i in places]
+        parameters: list[Tensor] = [self.replica.parameters[place] for place in places]
+        anchors = [self._anchor[place] for place in places]
         if not result.empty:
             local = [parameter.clone() for parameter in parameters] if self._streaming.mixing < 1 else []
             if self._streaming.streams:
