@@ -12,7 +12,7 @@ from tests.equivalence.test_local_steps import BATCHES, averaged
 from tests.equivalence.test_local_steps import CONFIG as PLAIN_SGD
 from tests.tasks import Double
 from tests.world import ElasticWorld, World, run_elastic_world, run_world
-from torch import Tensor, nn
+from torch import Tensor
 
 from smolcluster.comm.codecs import make_codec
 from smolcluster.comm.contributions import HEAD
@@ -20,7 +20,9 @@ from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.errors import UserError
 from smolcluster.parallel.placement import Node, Shape
+from smolcluster.strategies.base import State
 from smolcluster.strategies.diloco import DiLoCo
 
 SEED, STEPS, RATE, H = 5, 8, 0.01, 2
@@ -62,9 +64,19 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], *, toler
 
 
 def simulated(
-    *, codec: str = "fp32", senders: bool = False, decay: float = 0.95, rate: float = 0.7, momentum: float = 0.9
+    *,
+    codec: str = "fp32",
+    senders: bool = False,
+    decay: float = 0.95,
+    rate: float = 0.7,
+    momentum: float = 0.9,
+    steps: int = STEPS,
+    h: int = H,
+    fragments: int = 1,
+    overlap: int = 0,
+    mixing: float = 1.0,
 ) -> dict[str, Tensor]:
-    """One model for each worker, in turn; Nesterov's rule, error feedback and the mean are written out."""
+    """One model for each worker, in turn; Nesterov's rule, error feedback, the mean and the fragments are written out."""
     task = Double(config=None)  # type: ignore[arg-type]
     seed_everything(SEED, "weights", device=torch.device("cpu"))
     models = [task.model()]
@@ -75,14 +87,30 @@ def simulated(
     theta = [p.detach().clone() for p in models[0].parameters()]
     velocity = [torch.zeros_like(p) for p in theta]
     residuals: list[list[Tensor | float]] = [[0.0] * len(theta) for _ in COUNTS]
-    for _ in range(STEPS // H):
+    of_fragment = [place // 2 % fragments for place in range(len(theta))]  # a weight and a bias make a layer
+    under_way: list[tuple[int, int, Tensor]] = []  # since when, which tensor, the mean
+
+    def arrive(until: int) -> None:
+        for since, place, mean in list(under_way):
+            if since <= until:
+                velocity[place] = momentum * velocity[place] + mean
+                theta[place] -= rate * (mean + momentum * velocity[place])
+                for model in models:
+                    mine = list(model.parameters())[place].data
+                    mine.copy_((1 - mixing) * mine + mixing * theta[place])
+        under_way[:] = [item for item in under_way if item[0] > until]
+
+    for t in range(1, steps + 1):
         for model, optimizer, reader in zip(models, inner, readers, strict=True):
-            for _ in range(H):
-                read = torch.from_numpy(reader.next())
-                optimizer.zero_grad()
-                task.loss(model, (x[read], y[read])).backward()
-                optimizer.step()
+            read = torch.from_numpy(reader.next())
+            optimizer.zero_grad()
+            task.loss(model, (x[read], y[read])).backward()
+            optimizer.step()
+        if t == steps:
+            arrive(t)
         for place, anchor in enumerate(theta):
+            if t < steps and t % h != h * of_fragment[place] // fragments:
+                continue
             sent = []
             for worker, model in enumerate(models):
                 delta = anchor - list(model.parameters())[place].detach()
@@ -94,12 +122,9 @@ def simulated(
                 residuals[worker][place] = wanted - sent[-1]
             total = sum(count * tensor for count, tensor in zip(COUNTS, sent, strict=True))
             who = sum(count * ((tensor != 0) if senders else 1) for count, tensor in zip(COUNTS, sent, strict=True))
-            mean = total / torch.as_tensor(who).clamp(min=1)
-            velocity[place] = momentum * velocity[place] + mean
-            anchor -= rate * (mean + momentum * velocity[place])
-        for model in models:
-            torch.nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(theta), model.parameters())
-    return models[0].state_dict()
+            under_way.append((t, place, total / torch.as_tensor(who).clamp(min=1)))
+        arrive(t if t == steps else t - overlap)
+    return models[0].state_dict() | dict(zip(models[0].state_dict(), theta, strict=True))
 
 
 def through(name: str, tensor: Tensor) -> Tensor:
@@ -113,6 +138,18 @@ def through(name: str, tensor: Tensor) -> Tensor:
 def test_dense_rounds_are_those_of_a_loop(tmp_path: Path) -> None:
     """AdamW inside keeps its state from round to round, and each worker has its own."""
     assert_close(weights(train("mesh", tmp_path, {})), simulated())
+
+
+@pytest.mark.usual(when=lambda sets: sets in ((2, 3), (2, 0)))
+@pytest.mark.parametrize("sets", [(2, 3), (2, 0), (2, 1), (4, 2), (1, 3), (1, 1)], ids=str)
+def test_streams_as_a_loop_does(tmp_path: Path, sets: tuple[int, int]) -> None:
+    """Fragments and overlap; the last round is shorter in all of them. Nothing is exchanged twice, and the most at the end."""
+    fragments, overlap = sets
+    options = {"inner_steps": 4, "fragments": fragments, "overlap": overlap}
+    world = train("mesh", tmp_path, {f"strategy.{n}": v for n, v in options.items()} | {"training.steps": 11})
+    mixing = 0.5 if overlap else 1.0
+    expected = simulated(steps=11, h=4, fragments=fragments, overlap=overlap, mixing=mixing)
+    assert_close(weights(world, 11), expected)
 
 
 @pytest.mark.usual(when=lambda average, codec: (average, codec) == ("senders", "blocktopk"))
@@ -164,6 +201,48 @@ def test_resumed_to_the_bit(tmp_path: Path, plane: str, options: dict[str, Any])
         saved = whole.run_dir / "checkpoints" / "step-00000004"
         again = train(plane, tmp_path / "again", sets, resume=saved)
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+STREAMS = {"strategy.inner_steps": 4, "strategy.fragments": 2, "strategy.overlap": 3, "training.steps": 11}
+
+
+@pytest.mark.usual(when=lambda options: options == WAN)
+@pytest.mark.parametrize("options", [{}, WAN, {"strategy.codec": "int8"}], ids=["dense", "wan", "int8"])
+def test_streaming_is_resumed_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    """With exchanges in flight, and each worker's own weights between them; to save and to evaluate changes nothing."""
+    sets = STREAMS | options
+    saves = {"training.checkpoint_steps": 5, "training.eval_steps": 3, "training.max_checkpoints_to_keep": 9}
+    whole = train("mesh", tmp_path / "whole", sets)
+    looked = train("mesh", tmp_path / "looked", sets | saves)
+    assert looked.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    saved = looked.run_dir / "checkpoints" / "step-00000005"
+    assert read_checkpoint(saved).state["strategy"]["in_flight"]
+    again = train("mesh", tmp_path / "again", sets, resume=saved)
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, WAN], ids=["dense", "wan"])
+def test_fragments_on_the_elastic_plane(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A fragment is a round: replicas agree, and workers that go on in the run's directory do so with their own weights."""
+    sets = STREAMS | options | {"strategy.overlap": 0, "training.checkpoint_steps": 6}
+    whole = train("elastic", tmp_path / "whole", sets)
+    assert isinstance(whole, ElasticWorld)
+    assert whole.summary["replicas_agree"] is True
+    # The last round of a run is of all fragments, so the run that is continued must have been cut off.
+    saved = whole.run_dir / "checkpoints" / "step-00000006"
+    again = train("elastic", whole.run_dir, sets, resume=saved)
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_resuming_with_other_fragments_is_refused(fragments: int) -> None:
+    """Nothing is loaded."""
+    strategy = object.__new__(DiLoCo)
+    strategy.options = DiLoCoOptions(inner_steps=4, fragments=fragments)
+    state = State(weights={}, optimizer={}, numbers={"fragments": [2, 2]})
+    with pytest.raises(UserError, match=r"was made with strategy\.fragments 2 and inner_steps 4"):
+        strategy.load_state(state)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "blocktopk"])

@@ -5,7 +5,7 @@
                      decodes them in the order of ranks and takes the mean: replicas stay bit-identical
 
 A sum in a ring would have to be encoded again at every hop. For local steps, which contribute all tensors at once and seldom:
-one message of each member in a round, and one round at a time.
+one message of each member in a round, and one round at a time. Where it may stay under way, a checkpoint has its mean.
 
 Bytes per round and member, sent and received each, for S encoded bytes on N members:   (N-1) S
 
@@ -30,7 +30,7 @@ from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
 from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
 from smolcluster.comm.contributions import MessageLayout
 from smolcluster.comm.elastic.membership.view import View
-from smolcluster.comm.group import Group, Work
+from smolcluster.comm.group import Done, Group, Work
 from smolcluster.comm.rounds import Combination, Committed, UnreadableContribution
 
 
@@ -54,6 +54,8 @@ class GatheredMean(Combination):
         self._fake = any(isinstance(p, FakeTensor) for p in self._parameters)  # a memory estimate: nothing to encode
         self._weight, self._norm, self._message = 0.0, 0.0, torch.empty(0, dtype=torch.uint8)
         self._mean: tuple[float, list[Tensor | None]] | None = None
+        self._work: Work = Done()
+        self._fixed = group is not None
         if group is not None:
             self._group = group
 
@@ -95,6 +97,13 @@ class GatheredMean(Combination):
     def stop_count(self, slot: int) -> Tensor:
         return torch.tensor([self._stops])
 
+    def results(self, slot: int) -> list[Tensor | None]:
+        assert self._mean is not None
+        return self._mean[1]
+
+    def put(self, slot: int, results: Sequence[Tensor | None]) -> None:
+        self._mean, self._stops, self._work = (1.0, list(results)), 0.0, Done()
+
     def norms(self, slot: int) -> tuple[float, float]:
         assert self._mean is not None
         weight, means = self._mean
@@ -116,10 +125,12 @@ class GatheredMean(Combination):
         self._mean = self._mean_of([shares[place] for place in range(members)])
 
     def own_state(self) -> dict[str, Tensor]:
-        return {f"{self._codec.name}/{name}": tensor for name, tensor in tensors_of(self._settled).items()}
+        memories = self._feedback.memories if self._fixed else self._settled  # members that stay commit every round
+        return {f"{self._codec.name}/{name}": tensor for name, tensor in tensors_of(memories).items()}
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
-        self._feedback.load_state_dict(under(f"{self._codec.name}/", tensors))
+        saved, mine = under(f"{self._codec.name}/", tensors), {packer.names[0] for packer in self._packers}
+        self._feedback.load_state_dict({key: t for key, t in saved.items() if key.partition("/")[2] in mine})
         self._settled = self._feedback.memories
 
     def _encode(self, j: int, tensor: Tensor) -> Tensor:
@@ -145,7 +156,7 @@ class GatheredMean(Combination):
         self._message, self._mean = message, None
         mine = torch.cat([message, torch.tensor([self._stop], dtype=torch.uint8)]).to(device)
         self._gathered = torch.empty(self._group.size * len(mine), dtype=torch.uint8, device=device)
-        self._work: Work = self._group.all_gather(self._gathered, mine)
+        self._work = self._group.all_gather(self._gathered, mine)
 
     def _mean_of(self, messages: Sequence[Tensor]) -> tuple[float, list[Tensor | None]]:
         """The weight of all messages, and the mean of each tensor; None of one that nobody used."""

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -68,6 +68,9 @@ class Committed:
     empty: bool = False  # no contribution counted
     age: int = 0  # staleness: updates of the server's weights since those it was computed with
 
+    def of_slot(self, slot: int) -> Committed:
+        return replace(self, slot=slot)
+
 
 class UnreadableContribution(SmolclusterError):
     """A member's contribution cannot be decoded: the round must be combined without it."""
@@ -79,6 +82,10 @@ class UnreadableContribution(SmolclusterError):
 
 class Combination(ABC):
     """Combines the contributions to a round over a group, with memory for several rounds in flight (`slot`)."""
+
+    def slot_of(self, step: int, *, number: int, num_slots: int) -> int:
+        """Return the slot of round `number`, which ends with this step."""
+        return number % num_slots
 
     @abstractmethod
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
@@ -256,7 +263,7 @@ class Rounds(ABC):
 
     def slot_of(self, step: int) -> int:
         """Return the combination's slot for the round that ends with this step."""
-        return -(-step // self.local_steps) % self.num_slots
+        return self.combination.slot_of(step, number=-(-step // self.local_steps), num_slots=self.num_slots)
 
     @abstractmethod
     def ends(self, step: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -69,12 +69,29 @@ class ExchangeOptions(CodecOptions):
     )
 
 
+class Streaming(NamedTuple):
+    """How a model is exchanged in fragments, and while computing goes on."""
+
+    fragments: int = 1
+    overlap: int = 0  # steps from a contribution until its result is applied
+    mixing: float = 1.0  # share of the result in the weights then
+
+    @property
+    def streams(self) -> bool:
+        """Whether a worker's weights may differ from the common ones after an exchange."""
+        return self != Streaming()
+
+
 class RoundOptions(ExchangeOptions):
     """Of strategies whose workers take steps of their own between exchanges, under any name."""
 
     @property
     def steps_per_round(self) -> int:
         raise NotImplementedError
+
+    @property
+    def streaming(self) -> Streaming:
+        return Streaming()
 
 
 class LocalStepOptions(RoundOptions):
@@ -111,6 +128,13 @@ class DiLoCoOptions(RoundOptions):
     feedback_decay: Fraction = Field(
         0.95, description="lossy codecs: share of what was not sent that is added to the next round"
     )
+    fragments: Count = Field(
+        1, description="pieces of strided layers that are exchanged in turn, each once in inner_steps steps"
+    )
+    overlap: Natural = Field(0, description="steps that a worker computes while an exchange is under way; 0: it waits")
+    mixing: Fraction | None = Field(
+        None, description="share of the result in the weights when it arrives; null: 0.5 with overlap, 1 without"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -125,6 +149,23 @@ class DiLoCoOptions(RoundOptions):
         if codec not in known:
             raise ValueError(f"diloco takes one of {', '.join(known)}")
         return codec
+
+    @model_validator(mode="after")
+    def _streaming(self) -> Self:
+        if self.inner_steps % self.fragments:
+            raise ValueError(
+                f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {self.inner_steps}"
+            )
+        if self.overlap >= self.inner_steps:
+            raise ValueError(
+                f"strategy.overlap is {self.overlap}; it must be less than strategy.inner_steps, {self.inner_steps}"
+            )
+        return self
+
+    @property
+    def streaming(self) -> Streaming:
+        mixing = (0.5 if self.overlap else 1.0) if self.mixing is None else self.mixing
+        return Streaming(self.fragments, self.overlap, mixing)
 
     @property
     def steps_per_round(self) -> int:

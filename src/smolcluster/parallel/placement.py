@@ -106,6 +106,7 @@ class Cost:
     bytes_sent: int
     bytes_received: int
     messages: int
+    bytes_at_once: int = 0  # sent in the largest exchange, where not every step has one
     activations_travel: bool = False  # also sent; they depend on the samples and are not in these numbers
     journal_bytes: int = 0  # written by a server
     offloaded: bool = False  # parameters, gradients and optimizer state are in host memory

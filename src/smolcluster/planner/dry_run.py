@@ -69,12 +69,16 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
         lines.append(f"# {not_used(config.strategy.name, plane, ignored)}")
     lines.extend(f"# {line}" for line in describe_memory(subject, plane))
     also = ", and activations, which are not counted here" if cost.activations_travel else ""
-    unit = ("MiB", 2**20) if cost.bytes_sent >= 2**20 / 100 else ("KiB", 2**10)
-    sent = f"{cost.bytes_sent / unit[1]:.2f} {unit[0]}" if cost.bytes_sent else "nothing"
-    lines.append(f"# a step sends {sent} of parameters and gradients from each worker{also}")
+    also = f", at most {_amount(cost.bytes_at_once)} at once{also}" if cost.bytes_at_once else also
+    lines.append(f"# a step sends {_amount(cost.bytes_sent)} of parameters and gradients from each worker{also}")
     lines.append(f"# {steps:,} steps of {sum(counts):,} samples")
     lines.append(f"# run directory: {run_dir.path}")
     return "\n".join(lines)
+
+
+def _amount(sent: int) -> str:
+    unit = ("MiB", 2**20) if sent >= 2**20 / 100 else ("KiB", 2**10)
+    return f"{sent / unit[1]:.2f} {unit[0]}" if sent else "nothing"
 
 
 def describe_memory(subject: Subject, plane: str) -> list[str]:

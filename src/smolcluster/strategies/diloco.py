@@ -11,6 +11,11 @@
 theta and the outer optimizer's state are the same on all workers, to the bit. The inner optimizer's is each worker's own and is
 kept between rounds; so is m. Means are weighted by samples, or targets where the task counts them. beta is `feedback_decay`.
 
+Streaming: the model is cut into F `fragments` of strided layers, and every H / F steps one of them is exchanged, in turn. With
+an `overlap` tau > 0 computing goes on meanwhile, and the result is applied tau steps after delta was taken:
+    theta <- outer optimizer(theta, mean);   w <- (1 - alpha) w + alpha theta          `mixing` alpha: 0.5, or 1 where tau is 0
+The last round of a run exchanges all fragments, and is waited for.
+
 Codecs: fp32 is summed in a ring. The others are gathered, so that nothing is encoded twice: bf16, int8, int4; or blocktopk, of
 which each worker sends the largest numbers of each block (SparseLoCo). There a number is averaged over those who sent it, or
 over all: `average`.
@@ -18,17 +23,18 @@ over all: `average`.
 Outer SGD of rate 1 without momentum is federated averaging. `inner_steps` 1 besides, with plain SGD inside, is `single`.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters, or E of them encoded, on N workers:
-    fp32   2 (N-1)/N S / H           others   (N-1) E / H
+    fp32   2 (N-1)/N S / H           others   (N-1) E / H          at once: H / F times as much, but for the last round: H times
 Memory: theta, the outer momentum, what is exchanged, and m, beside the model.
 
 Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023 (arXiv 2311.08105). Sarfi et al.,
 "Communication efficient LLM pre-training with SparseLoCo", 2025 (2508.15706). Thérien et al., "MuLoCo: Muon is a practical
-inner optimizer for DiLoCo", 2025 (2505.23725).
+inner optimizer for DiLoCo", 2025 (2505.23725). Douillard et al., "Streaming DiLoCo with overlapping communication: towards a
+distributed free lunch", 2025 (2501.18512).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -52,12 +58,12 @@ class DiLoCo(LocalSteps[DiLoCoOptions]):
     def outer_states(cls, options: DiLoCoOptions) -> int:
         return int(options.outer_momentum > 0)
 
-    def combination(self) -> Combination:
+    def combination(self, parameters: Mapping[str, nn.Parameter]) -> Combination:
         codec = chosen_codec(self.options)
         if codec.lossless:
-            return self.sum_of_workers(self.options)
+            return super().combination(parameters)
         return GatheredMean(
-            {name: p for name, p in self.replica.model.named_parameters() if p.requires_grad},
+            parameters,
             self.context.fixed_group,
             codec=codec,
             decay=self.options.feedback_decay,

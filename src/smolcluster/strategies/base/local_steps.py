@@ -8,12 +8,19 @@
 Federated averaging has plain SGD with rate 1 as its outer optimizer, DiLoCo SGD with Nesterov momentum. A strategy
 only defines `outer_optimizer`.
 
-Means are weighted by samples, or by targets where the task counts them. A round ends with every step that h divides, and with
-the last step of the run; stop requests take effect at its end.
+With F `fragments` a round has h / F steps and exchanges one fragment of the model, in turn (`parallel/fragments.py`): each
+of them once in h steps. With an `overlap` tau the result is waited for, and applied, tau steps after it was contributed:
+
+    anchor <- outer optimizer(anchor, mean of delta)                       of the fragment
+    w      <- (1 - alpha) w + alpha anchor                                 `mixing` alpha; 1: as above
+
+Means are weighted by the samples of the round, or by its targets where the task counts them. A round ends with every step that
+h / F divides, and with the last step of the run, where it exchanges all fragments. Stop requests take effect when a result is
+applied.
 
 The anchor is the model of the run: it is evaluated, saved and exported, and workers that join start from it. A checkpoint of
-the mesh plane in the middle of a round also has the local state of each worker, so that the round continues. On the elastic
-plane states are taken between rounds.
+the mesh plane in the middle of a round also has the local state of each worker and the results in flight, so that the round
+continues. On the elastic plane states are taken between rounds.
 
 The state of the outer optimizer is shared: it is in every checkpoint and is sent to workers that join. That of the inner one is
 local; other strategies continue with that of rank 0. On the elastic plane a checkpoint has that of one worker, and each worker
@@ -36,12 +43,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from smolcluster.comm.fragmented import Fragmented
 from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.compute.optim import load_named_state, named_state
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
-from smolcluster.config.options import RoundOptions
+from smolcluster.config.options import RoundOptions, Streaming
+from smolcluster.errors import UserError
 from smolcluster.parallel.encoding import summed_by_workers
+from smolcluster.parallel.fragments import deal
 from smolcluster.parallel.placement import Node, Placement, Shape
 from smolcluster.strategies.base import Scope, State, StepReport
 from smolcluster.strategies.base.replicated import Exchanging
@@ -81,16 +91,28 @@ class LocalSteps(Exchanging[LocalStepsT]):
         """Return the seats, and what a worker holds and moves in the exchange of a round."""
         return summed_by_workers(options, nodes, shape, rounds=1)
 
-    def combination(self) -> Combination:
-        """Return how the pseudo-gradients of a round are combined."""
-        return self.sum_of_workers(self.options)
+    def combination(self, parameters: Mapping[str, nn.Parameter]) -> Combination:
+        """Return how the pseudo-gradients of these parameters are combined, of one round at a time."""
+        return self.sum_of_workers(self.options, parameters, slots=1)
 
     @classmethod
     def plan(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        if options.streaming.overlap and not all(node.stays for node in nodes):
+            said = "strategy.overlap is for cluster.plane mesh: on the elastic plane an exchange is waited for; set it to 0"
+            return Placement(refusals=[said])
         placement = cls.exchanged(options, nodes, shape)
         if shape is None:
             return placement
         size, h = shape.parameters * shape.bytes_per_parameter, options.steps_per_round
+        largest = 1.0
+        if shape.model is not None and options.streaming.fragments > 1:
+            sizes = {name: p.numel() for name, p in shape.model.named_parameters() if p.requires_grad}
+            try:
+                places = deal(sizes, options.streaming.fragments)
+            except UserError as error:
+                return Placement(refusals=[str(error)])
+            counts = list(sizes.values())
+            largest = max(sum(counts[place] for place in each) for each in places) / max(1, sum(counts))
         costs = [
             replace(
                 cost,
@@ -100,6 +122,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
                 bytes_sent=cost.bytes_sent // h,
                 bytes_received=cost.bytes_received // h,
                 messages=-(-cost.messages // h),
+                bytes_at_once=round(cost.bytes_sent * largest),
             )
             for cost in placement.costs
         ]
@@ -110,14 +133,27 @@ class LocalSteps(Exchanging[LocalStepsT]):
         self._mine = _Round(self.replica.updates)
         if self.context.server_context is not None:  # a coordinator trains nothing
             return
-        self.rounds = self.open_rounds(self.combination())
+        trained, last = self.trained, self.context.total_steps
+        places = deal({name: p.numel() for name, p in trained.items()}, self._streaming.fragments)
+        names = list(trained)
+        parts = [self.combination({names[place]: trained[names[place]] for place in each}) for each in places]
+        self._fragmented = Fragmented(parts, places, last_step=last)
+        self.rounds = self.open_rounds(self._fragmented)
         self.replica.led = False  # each worker checks its own gradients
         self._anchor = [parameter.detach().clone() for parameter in self.replica.parameters]
         self.outer = self.outer_optimizer(self.replica.parameters)
 
     @property
+    def _streaming(self) -> Streaming:
+        return self.options.streaming
+
+    @property
     def local_steps(self) -> int:
-        return self.options.steps_per_round
+        return self.options.steps_per_round // self._streaming.fragments
+
+    @property
+    def rounds_in_flight(self) -> int:
+        return -(-self._streaming.overlap // self.local_steps)
 
     @property
     def round_timeout(self) -> float | None:
@@ -135,46 +171,73 @@ class LocalSteps(Exchanging[LocalStepsT]):
         mine.loss, mine.counted = mine.loss + loss * batch.weight, batch.counts is not None
         mine.compute_s += time.perf_counter() - started
         report = StepReport(loss=loss, grad_norm=norm, learning_rate=rate, samples=batch.samples, tokens=batch.tokens)
-        if self.rounds.ends(batch.step):
+        ends = self.rounds.ends(batch.step)
+        if ends or self._due(batch.step):
             report.comm = Span(self.context.device)
-            self._exchange(batch.step)
+            if ends:
+                self._contribute(batch.step)
+            self._settle(batch.step)
             report.comm.end()
             report.stop = self.rounds.stop
         return report
 
+    def _due(self, step: int) -> int:
+        """Return how many rounds in flight are to be applied after this step."""
+        return sum(flight.step + self._streaming.overlap <= step for flight in self.rounds.flights)
+
+    def _settle(self, step: int) -> None:
+        self.rounds.settle(in_flight=len(self.rounds.flights) - self._due(step))
+
     @torch.no_grad()
-    def _exchange(self, step: int) -> None:
-        """Contribute the distance from the anchor, and return to the anchor until the round is committed."""
-        for parameter, anchor in zip(self.replica.parameters, self._anchor, strict=True):
+    def _contribute(self, step: int) -> None:
+        """Contribute the distance from the anchor; without streaming, return to the anchor until the round is committed."""
+        if step == self.context.total_steps:  # with all fragments
+            self.rounds.settle(in_flight=0)
+        slot = self.rounds.slot_of(step)
+        for place in self._fragmented.places(slot):
+            parameter, anchor = self.replica.parameters[place], self._anchor[place]
             parameter.grad = anchor - parameter
-            parameter.copy_(anchor)
-        done, self.replica.updates = self._mine, self._mine.first
+            if not self._streaming.streams:
+                parameter.copy_(anchor)
+        done = self._mine
+        if not self._streaming.overlap:
+            self.replica.updates = done.first
         with self.rounds.contribute(
             step, samples=done.samples, weight=done.weight, counted=done.counted, scale=1.0
         ) as mine:
             mine.loss = torch.as_tensor(done.loss / (done.weight or 1.0))
             mine.compute_s = done.compute_s
             mine.start()
-        self._mine = _Round(done.first)
-        self.rounds.settle(in_flight=0)
+        self._mine = _Round(self.replica.updates)
 
     @torch.no_grad()
     def apply(self, result: Committed) -> None:
+        places = self._fragmented.places(result.slot)
+        parameters: list[Tensor] = [self.replica.parameters[place] for place in places]
+        anchors = [self._anchor[place] for place in places]
         if not result.empty:
-            self.rounds.combination.give(result)
+            local = [parameter.clone() for parameter in parameters] if self._streaming.mixing < 1 else []
+            if self._streaming.streams:
+                torch._foreach_copy_(parameters, anchors)
+            self._fragmented.give(result)
             self.outer.step()
             self.replica.drop_gradients()
-            torch._foreach_copy_(self._anchor, list(self.replica.parameters))
-        self.replica.updates = result.step
-        self._mine = _Round(result.step)
+            torch._foreach_copy_(anchors, parameters)
+            for parameter, mine in zip(parameters, local, strict=False):
+                parameter.mul_(self._streaming.mixing).add_(mine, alpha=1 - self._streaming.mixing)
+        if not self._streaming.overlap:
+            self.replica.updates = result.step
+            self._mine = _Round(result.step)
 
     @property
     def _in_round(self) -> bool:
         return self.replica.updates > self._mine.first
 
     def drain(self) -> None:
-        if self.context.fixed_group is not None and self._in_round:
-            self._exchange(self.replica.updates)
+        if self.context.fixed_group is not None:
+            if self._in_round:
+                self._contribute(self.replica.updates)
+            self.rounds.settle(in_flight=0)
         super().drain()
 
     # Evaluation
@@ -206,36 +269,52 @@ class LocalSteps(Exchanging[LocalStepsT]):
         own = dict(state.own)
         if self.context.fixed_group is None or self.context.seat.rank > 0:
             own |= {f"{MOMENTS}{name}": tensor for name, tensor in state.optimizer.items()}
-        if self._in_round and self.context.fixed_group is not None:
+        fixed = self.context.fixed_group is not None
+        if self._streaming.streams or (self._in_round and fixed):
             anchors = {id(p): anchor for p, anchor in zip(self.replica.parameters, self._anchor, strict=True)}
             tensors = self.replica.model.state_dict(keep_vars=True)
             trained = {name: anchors[id(tensor)] for name, tensor in tensors.items() if id(tensor) in anchors}
-            own |= {f"{WEIGHTS}{name}": state.weights[name] for name in trained}
+            own |= {f"{WEIGHTS}{name}": state.weights[name] for name in self._names()}
             mine = self._mine
             done = {"first": mine.first, "samples": mine.samples, "weight": mine.weight, "loss": mine.loss}
-            own |= {f"{ROUND}{name}": torch.as_tensor(value) for name, value in done.items()}
+            own |= {f"{ROUND}{name}": torch.as_tensor(value, dtype=torch.float64) for name, value in done.items()}
             state.weights = {**state.weights, **trained}
+        if self._streaming.streams:
+            state.numbers["fragments"] = [self._streaming.fragments, self.local_steps]
         state.own = own
         return state
 
     def load_state(self, state: State) -> None:
+        self._check_fragments(state)
         own = state.own
         moments = {name.removeprefix(MOMENTS): tensor for name, tensor in own.items() if name.startswith(MOMENTS)}
         buffers = {name: tensor for name, tensor in own.items() if not name.startswith((WEIGHTS, MOMENTS, ROUND))}
         super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
         self._mine = _Round(self.replica.updates)
+        if f"{ROUND}first" in own:
+            self._go_on(own)
+
+    def _load_rounds(self, state: State) -> None:
         if self.context.server_context is None:
             outer = {n.removeprefix(OUTER): tensor for n, tensor in state.shared.items() if n.startswith(OUTER)}
             load_named_state(self.replica.model, self.outer, outer)
             torch._foreach_copy_(self._anchor, [parameter.detach() for parameter in self.replica.parameters])
-        if f"{ROUND}first" in own:
-            self._go_on(own)
+        super()._load_rounds(state)
+
+    def _check_fragments(self, state: State) -> None:
+        """Rounds in flight, and the place in a round, are those of other fragments."""
+        saved, mine = state.numbers.get("fragments"), [self._streaming.fragments, self.local_steps]
+        if saved is not None and list(saved) != mine and (saved[0] != mine[0] or state.numbers.get("in_flight")):
+            raise UserError(
+                f"the checkpoint was made with strategy.fragments {saved[0]} and inner_steps {saved[0] * saved[1]}, and this "
+                f"run has {mine[0]} and {mine[0] * mine[1]}; resume with those, or start a new run from its weights"
+            )
 
     @torch.no_grad()
     def _go_on(self, own: Mapping[str, Tensor]) -> None:
         """Continue in the middle of a round."""
-        first, samples, weight, loss = (own[f"{ROUND}{name}"] for name in ("first", "samples", "weight", "loss"))
-        self._mine = _Round(int(first), int(samples), float(weight), loss.to(self.replica.device))
+        first, samples, weight, loss = (float(own[f"{ROUND}{name}"]) for name in ("first", "samples", "weight", "loss"))
+        self._mine = _Round(int(first), int(samples), weight, loss)
         tensors = self.replica.model.state_dict()
         for name, tensor in own.items():
             if name.startswith(WEIGHTS):

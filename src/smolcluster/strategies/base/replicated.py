@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar, Literal, TypeVar, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from smolcluster.comm.codecs import chosen_codec
 from smolcluster.comm.codecs.feedback import under
@@ -83,14 +83,28 @@ class Exchanging(Replicated[OptionsT]):
             scale=self.replica.loss_scale,
         )
 
-    def sum_of_workers(self, options: ExchangeOptions) -> Combination:
-        """Return the sum of `.grad` over workers: in buckets, or encoded where the options name a codec."""
-        codec, slots = chosen_codec(options), self.rounds_in_flight + 1
+    def sum_of_workers(
+        self,
+        options: ExchangeOptions,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        *,
+        slots: int | None = None,
+    ) -> Combination:
+        """Return the sum of `.grad` over workers: in buckets, or encoded where the options name a codec.
+
+        `parameters`: by name; None: all that are trained. `slots`: None: as many as rounds may be in flight.
+        """
+        trained = self.trained if parameters is None else parameters
+        codec, slots = chosen_codec(options), self.rounds_in_flight + 1 if slots is None else slots
         if self.context.fixed_group is None and not codec.lossless:
-            trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
             return EncodedSum(trained, codec=codec, deal=owners, num_slots=slots)
         bucket_bytes = int(options.bucket_mb * 2**20)
-        return BucketSum(self.replica.parameters, self.context.fixed_group, bucket_bytes=bucket_bytes, num_slots=slots)
+        return BucketSum(list(trained.values()), self.context.fixed_group, bucket_bytes=bucket_bytes, num_slots=slots)
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by name, in order."""
+        return {name: p for name, p in self.replica.model.named_parameters() if p.requires_grad}
 
     @property
     def local_steps(self) -> int:
@@ -144,6 +158,10 @@ class Exchanging(Replicated[OptionsT]):
         self.replica.buffers.load({name: own for name, own in state.own.items() if name in buffers})
         if own := under(CODEC, state.own):
             self.rounds.load_own(own)
+        self._load_rounds(state)
+
+    def _load_rounds(self, state: State) -> None:
+        """Restore the rounds in flight."""
         if in_flight := state.numbers.get("in_flight"):
             numbers, names = range(len(in_flight)), self._names()
             results = [[state.shared.get(f"{IN_FLIGHT}{i}/{name}") for name in names] for i in numbers]
@@ -151,7 +169,7 @@ class Exchanging(Replicated[OptionsT]):
 
     def _names(self) -> list[str]:
         """Return the names of the trained parameters, in order."""
-        return [name for name, parameter in self.replica.model.named_parameters() if parameter.requires_grad]
+        return list(self.trained)
 
     @abstractmethod
     def apply(self, result: Committed) -> None:
@@ -168,8 +186,7 @@ class Pushing(Exchanging[ServedT]):
         super().setup(task)
         if self.context.server_context is None:
             assert self.context.open_rounds is not None, "parameter servers need the elastic plane"
-            trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
-            self.rounds = cast(ServerRounds, self.context.open_rounds(self, AtServer(trained)))
+            self.rounds = cast(ServerRounds, self.context.open_rounds(self, AtServer(self.trained)))
 
     @abstractmethod
     def take_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
