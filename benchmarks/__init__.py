@@ -7,7 +7,14 @@ A new benchmark is one module and one line here. The module has a docstring (wha
 # Name -> module and one line about it. Nothing is imported to show the list.
 BENCHMARKS = {
     "p1": ("benchmarks.p1", "sum of 1-40 MB over limited links against gloo all_reduce"),
-    "p3": ("benchmarks.p3", "bytes on the wire at the loss of torch DDP: every codec, on the parameter servers"),
+    "p2": (
+        "benchmarks.p2",
+        "time to a loss between hosts at 1, 10 and 100 Mbit/s, against torch DDP, and a picture of it",
+    ),
+    "p3": (
+        "benchmarks.p3",
+        "bytes on the wire at the loss of torch DDP: parameter servers with every codec, and diloco",
+    ),
     "p4": ("benchmarks.p4", "time to a loss with one of two workers at a quarter of the speed, against torch DDP"),
     "p5": ("benchmarks.p5", "idle time of each pipeline schedule against its formula"),
     "p6": ("benchmarks.p6", "memory of a rank, ZeRO stages 0 to 3, against the formula, FSDP2 alone and the forecast"),

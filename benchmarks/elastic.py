@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.harness import Session
-from benchmarks.network import ended_by_sigterm
+from benchmarks.network import Network, ended_by_sigterm
 from benchmarks.workload import Shape, child_environment, make_config
+from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import dump
 from smolcluster.config.options import Options
 from smolcluster.config.schema import Config
@@ -62,12 +63,20 @@ class ElasticRun:
         *,
         cores: Mapping[Who, int] | None = None,
         environ: Mapping[str, str] | None = None,
+        network: Network | None = None,
     ) -> None:
-        """`cores`: the one core that a process may use, where it may not use all."""
+        """`cores`: the one core that a process may use, where it may not use all.
+
+        With a network worker r is on host r, and the server on host 0.
+        """
         self.config, self.folder = config, folder
         self.rows: list[StepLogged] = []  # the server's
         self.summary: dict[str, Any] = {}
         self._cores, self._environ = cores or {}, {**child_environment(), **(environ or {})}
+        self._network, self._address = network, "127.0.0.1"
+        if network is not None:
+            self._address = network.address(0)
+            self._environ["SMOLCLUSTER_TOKEN"] = new_token()
         self._inbox = Inbox()
         self._children: list[Child] = []
         self._running = 0
@@ -78,11 +87,11 @@ class ElasticRun:
         self._stack.callback(lambda: end_all(self._children, grace_s=0.0))
         try:
             RunDir(self.folder).create(dump(self.config), resume=False)
-            self._start("server", "127.0.0.1:0")
+            self._start("server", f"{self._address}:0")
             workers = [self._spawn(rank) for rank in range(self.config.cluster.num_workers or 1)]
             port = self._port()
             for child in workers:
-                send_line(child, self._spec(child.rank, f"127.0.0.1:{port}").to_json())
+                send_line(child, self._spec(child.rank, f"{self._address}:{port}").to_json())
         except BaseException:
             self._stack.close()
             raise
@@ -130,7 +139,10 @@ class ElasticRun:
         )
 
     def _spawn(self, who: Who) -> Child:
-        with environment(self._environ):
+        place = (
+            contextlib.nullcontext() if self._network is None else self._network.inside(0 if who == "server" else who)
+        )
+        with environment(self._environ), place:
             child = spawn(self._spec(who, ""), self._inbox)
         self._children.append(child)
         self._running += 1

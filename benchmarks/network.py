@@ -18,6 +18,7 @@ Needs Linux, root and iproute2.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -66,6 +68,17 @@ class Network:
         """Run a command on a host and wait for it. Options are those of `subprocess.run`."""
         options["env"] = self.environment(options.get("env"))
         return subprocess.run(["ip", "netns", "exec", self.namespace(host), *command], **options)
+
+    @contextlib.contextmanager
+    def inside(self, host: int) -> Iterator[None]:
+        """What this thread starts meanwhile is on that host."""
+        home_path, path = Path("/proc/thread-self/ns/net"), Path("/var/run/netns") / self.namespace(host)
+        with home_path.open() as home, path.open() as there:
+            _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(home.fileno())
 
     def cut(self, host: int) -> None:
         """Nothing reaches this host any more or leaves it; nobody is told."""
@@ -167,6 +180,12 @@ def parse_rate(rate: str) -> float:
     if match is None:
         raise UserError(f"link rate '{rate}' is not understood; write it like 100mbit or 1gbit")
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def _enter(namespace: int) -> None:
+    """This thread alone. Python has it from 3.12 on, as os.setns."""
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, 0) != 0:
+        raise UserError(f"a network namespace cannot be entered: {os.strerror(ctypes.get_errno())}")
 
 
 def _ip(*arguments: str) -> None:

@@ -1,20 +1,39 @@
-"""torch's DistributedDataParallel, used as its documentation says: average over ranks, clip, step."""
+"""torch's DistributedDataParallel, used as its documentation says: average over ranks, clip, step; with a hook or without.
+
+PowerSGD's hook fails on gloo with more than one bucket, so there is only one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.bare import Recipe
 
+Hook = Literal["fp16", "powersgd"]
+ONE_BUCKET_MB = 400
+POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
+
 
 class DDPTraining:
-    def __init__(self, model: nn.Module, recipe: Recipe, *, gradient_as_bucket_view: bool) -> None:
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view)
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, *, gradient_as_bucket_view: bool, hook: Hook | None = None
+    ) -> None:
+        bucket_mb = ONE_BUCKET_MB if hook == "powersgd" else 25
+        self.model = DistributedDataParallel(
+            model, gradient_as_bucket_view=gradient_as_bucket_view, bucket_cap_mb=bucket_mb
+        )
+        if hook == "fp16":
+            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(process_group=None, **POWERSGD)
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self.recipe = recipe
         self.optimizer = recipe.adamw(self.model)
         self.updates = 0

@@ -53,8 +53,8 @@ class Work:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
-    def validation_loss(self, model: nn.Module | None = None) -> float:
-        """Over the whole validation set."""
+    def validation_loss(self, model: nn.Module | None = None, *, samples: int | None = None) -> float:
+        """Over the validation set, or its first samples."""
         result = evaluate(
             model or self.model,
             self.task,
@@ -62,7 +62,7 @@ class Work:
             group=MemoryGroup.world(1)[0],
             device=torch.device("cpu"),
             batch_size=self.batch_size,
-            samples=None,
+            samples=samples,
         )
         return result["val_loss"]
 

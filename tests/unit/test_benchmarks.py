@@ -13,19 +13,23 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from benchmarks import BENCHMARKS, p3, p4
 from benchmarks.__main__ import main
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant, machine, measure, table
+from benchmarks.methods import DDP, METHODS, MUON_PEER
 from benchmarks.network import Network, check_possible, hosts, parse_rate
-from benchmarks.p3 import NAMED, SETTINGS, _against, _chosen
+from benchmarks.p2 import first_at
+from benchmarks.p3 import NAMED, NOT_ABOVE, SETTINGS, WITHIN, _chosen, _row
 from benchmarks.p4 import ROWS, _split, reached
 from benchmarks.p6 import counted, most, zero
 from benchmarks.p7 import check_same_work
 from benchmarks.p9 import _again, transfer_seconds
 from benchmarks.peers.bare import Recipe
 from benchmarks.peers.work import Work
+from benchmarks.picture import draw
 from benchmarks.processes import crossed, descendants, environment_of, started
 from benchmarks.programs import Program, usable
 from benchmarks.slow import busy, slowed
@@ -240,7 +244,7 @@ def test_p7_in_its_smallest_form(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("name", "options", "shown"),
     [
-        ("p3", ["--only", "topk 0.01"], "syncps, topk 0.01"),
+        ("p3", ["--only", "topk 0.01", "bare"], "syncps, topk 0.01"),
         ("p4", ["--only", "allreduce, auto"], "of the limit"),
         ("p9", ["--only", "syncps"], "counts again"),
         ("p12", ["--only", "allreduce"], "met by all"),
@@ -308,11 +312,37 @@ def test_a_worker_counts_again_with_a_new_instance_only() -> None:
 
 
 def test_bytes_and_losses_are_held_against_the_peer() -> None:
-    peer = {"bytes": 1000, "bytes_per_step": 10.0, "val_loss": 2.0}
-    row = _against(peer, {"bytes": 100, "bytes_per_step": 0.5, "val_loss": 2.005})
-    assert (row["fewer_bytes"], row["fewer_per_step"], row["within"]) == (10.0, 20.0, "yes")
-    assert _against(peer, {**peer, "val_loss": 2.02})["within"] == "no"
-    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
+    """With Muon inside, also against the synchronous run with Muon."""
+    done = {
+        (name, 1): {"bytes": size, "bytes_per_step": size / 100, "val_loss": loss}
+        for name, size, loss in [
+            (DDP, 1000, 2.0),
+            (MUON_PEER, 1000, 1.5),
+            ("diloco, wan", 100, 2.005),
+            ("diloco, wan, muon", 100, 1.6),
+        ]
+    }
+    row = _row("diloco, wan", 100, 1, done)
+    assert (row["fewer_bytes"], row["fewer_per_step"], row[WITHIN], row[NOT_ABOVE]) == (10.0, 10.0, "yes", "no")
+    row = _row("diloco, wan, muon", 100, 1, done)
+    assert (round(row["difference"], 9), round(row["to_same"], 9)) == (-0.4, 0.1)
+    assert (row[WITHIN], row[NOT_ABOVE]) == ("no", "yes")
+    names = [*METHODS, *(setting.name for setting in SETTINGS)]
+    assert len(set(names)) == len(names)
+
+
+def test_where_a_curve_comes_down_to_a_loss() -> None:
+    curve = [(30.0, 4.0), (60.0, 3.0), (90.0, 3.5), (120.0, 2.0)]
+    assert [first_at(curve, loss) for loss in (5.0, 3.5, 2.5, 1.9)] == [30.0, 45.0, 110.0, None]
+
+
+def test_a_picture_has_every_line_in_its_panel() -> None:
+    panels = {"1 Mbit/s": {"a < b": [(1.0, 4.0), (100.0, 2.0)], "c": [(10.0, 3.0), (10.0, 2.0)]}, "10 Mbit/s": {}}
+    picture = ElementTree.fromstring(draw(panels, title="t", across="seconds"))
+    lines = [line.get("points") for line in picture.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert lines == ["0.0,56.0 290.0,348.0", "145.0,202.0 145.0,348.0"]
+    words = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"1 Mbit/s", "10 Mbit/s", "a < b", "c", "seconds", "2.5"} <= set(words)
 
 
 def test_peers_that_are_not_installed_are_left_out_and_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,14 +357,15 @@ def test_peers_are_run_beside_a_few_of_ours(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(p3, "usable", list)
     session = Session("p3", repeats=1)
 
-    def chosen(*, only: list[str] | None = None, peers: bool = False) -> tuple[list[str], list[str]]:
-        settings, named = _chosen(session, argparse.Namespace(only=only, peers=peers))
-        return [s.name for s in settings], named
+    def chosen(*, only: list[str] | None = None, peers: bool = False) -> tuple[list[str], list[str], list[str]]:
+        settings, methods, named = _chosen(session, argparse.Namespace(only=only, peers=peers))
+        return [s.name for s in settings], methods, named
 
-    assert chosen() == ([s.name for s in SETTINGS], list(NAMED))
-    assert chosen(peers=True) == (list(p3.BESIDE), list(NAMED))
+    assert chosen() == ([s.name for s in SETTINGS], p3.COMPARED, list(NAMED))
+    assert chosen(peers=True) == (list(p3.BESIDE), list(p3.BESIDE_METHODS), list(NAMED))
     assert chosen(only=["Ray", "powersgd 32"], peers=True) == (
         ["syncps, powersgd 32"],
+        [],
         ["hivemind, powersgd 32, no state", "Ray, parameter server, fp32"],
     )
     with pytest.raises(SmolclusterError, match="no setting has 'rey' in its name: hivemind"):

@@ -1,0 +1,138 @@
+"""Methods that train the same model on a few hosts: torch DDP and its hooks, DiLoCo as a bare loop, ours on the mesh plane.
+
+A world of ranks holds one of them (`training`), and takes as many steps as it is told:
+
+    with training("diloco, wan", config, size=2, network=network) as world:
+        answer = steps_of(world, 30, val_samples=256)       # seconds, bytes sent by all, validation loss
+
+Weights, order of samples, AdamW, clipping and learning rates are the same for all; only `muon` has another optimizer inside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.network import Network
+from benchmarks.peers.bare_diloco import BareDiLoCo
+from benchmarks.peers.ddp import DDPTraining
+from benchmarks.peers.work import Work
+from benchmarks.tasks.counted import kernel_bytes
+from benchmarks.workload import Shape, make_config, make_strategy
+from benchmarks.world import Message, World, serve
+from smolcluster.comm.group import Group
+from smolcluster.compute.replica import Batch
+from smolcluster.config.schema import Config
+from smolcluster.errors import SmolclusterError
+
+DDP, BARE, MUON = "torch DDP", "bare DiLoCo", "muon"
+MUON_PEER = "allreduce, muon"  # the synchronous run of that optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    strategy: str = "allreduce"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
+
+    def sets(self) -> dict[str, Any]:
+        options = {f"strategy.{key}": value for key, value in self.options.items()}
+        return {"strategy.name": self.strategy, "training.optimizer": self.optimizer, **options}
+
+
+def diloco(preset: str | None = None, *, optimizer: str = "adamw", **options: Any) -> Method:
+    return Method("diloco", {"preset": preset, **options}, optimizer)
+
+
+PEERS: dict[str, dict[str, Any]] = {DDP: {}, "DDP, fp16": {"hook": "fp16"}, "DDP, PowerSGD 4": {"hook": "powersgd"}}
+OURS = {
+    "allreduce": Method(),
+    "diloco, fp32": diloco(),
+    "diloco, lan": diloco("lan"),
+    "diloco, wan": diloco("wan"),
+    "diloco, wan, k 256": diloco("wan", codec_k=256),
+    "diloco, wan, H 10, k 256": diloco("wan", inner_steps=10, codec_k=256),
+    MUON_PEER: Method(optimizer=MUON),
+    "diloco, fp32, muon": diloco(optimizer=MUON),
+    "diloco, lan, muon": diloco("lan", optimizer=MUON),
+    "diloco, wan, muon": diloco("wan", optimizer=MUON),
+    "diloco, wan, muon, k 256": diloco("wan", optimizer=MUON, codec_k=256),
+    "diloco, wan, muon, H 10, k 128": diloco("wan", optimizer=MUON, inner_steps=10, codec_k=128),
+}
+METHODS = [*PEERS, BARE, *OURS]
+
+
+def training(
+    name: str, shape: Shape, *, steps: int, size: int, seed: int = 42, network: Network | None = None
+) -> World:
+    """A world that trains with this method; `steps` are those of the learning rate's schedule."""
+    sets = {"training.seed": seed, "training.device": "cpu", **OURS.get(name, Method()).sets()}
+    config = make_config(shape, steps=steps, sets=sets)
+    spec = {"config": config.model_dump(mode="json"), "method": name}
+    return World("benchmarks.methods", size=size, spec=spec, network=network)
+
+
+def steps_of(world: World, steps: int, *, val_samples: int | None = 0, last: bool = False) -> Message:
+    """Take steps. `val_samples`: of the validation set, 0: none, None: all. `last`: end a round that is not full."""
+    answers = world.ask({"steps": steps, "val_samples": val_samples, "last": last})
+    total, first = (sum(int(answer[key]) for answer in answers) for key in ("sent", "before"))
+    if total == 0:
+        raise SmolclusterError("this kernel does not count the bytes of sockets (TCP_INFO of Linux is needed)")
+    seconds = max(float(answer["seconds"]) for answer in answers)
+    return {"bytes": total, "bytes_now": total - first, "seconds": seconds, "val_loss": answers[0]["val_loss"]}
+
+
+class Ours:
+    """Our strategy, stepped as the engine does it."""
+
+    def __init__(self, work: Work, group: Group) -> None:
+        self._strategy = make_strategy(work.config, work.task, group=group, device=torch.device("cpu"))
+        self._step = 0
+
+    @property
+    def model(self) -> nn.Module:
+        return self._strategy.replica.model
+
+    def run(self, batches: list[Any]) -> None:
+        for part in batches:
+            self._step += 1
+            self._strategy.step(Batch(parts=[part], samples=len(part[0]), tokens=part[0].numel(), step=self._step))
+
+    def finish(self) -> None:
+        self._strategy.drain()
+
+
+def setup(spec: Message, group: Group) -> Callable[[Message], Message]:
+    """One rank."""
+    work = Work(Config.model_validate(spec["config"]), rank=group.rank, size=group.size)
+    name = spec["method"]
+    method: Any
+    if name in PEERS:
+        method = DDPTraining(work.model, work.recipe, gradient_as_bucket_view=True, **PEERS[name])
+    else:
+        method = BareDiLoCo(work.model, work.recipe) if name == BARE else Ours(work, group)
+
+    def handle(message: Message) -> Message:
+        group.barrier()
+        (before, _), started = kernel_bytes(), time.perf_counter()
+        for _ in range(message["steps"]):
+            method.run([work.batch()])
+        if message["last"] and hasattr(method, "finish"):
+            method.finish()
+        seconds, (sent, _) = time.perf_counter() - started, kernel_bytes()
+        group.barrier()  # nobody closes a connection before everybody has counted
+        wanted = message["val_samples"]
+        val_loss = work.validation_loss(method.model, samples=wanted) if group.rank == 0 and wanted != 0 else None
+        method.model.train()
+        return {"before": before, "sent": sent, "seconds": seconds, "val_loss": val_loss}
+
+    return handle
+
+
+if __name__ == "__main__":
+    serve(setup)

@@ -1,0 +1,187 @@
+"""P2: time to a validation loss between hosts whose links carry 1, 10 and 100 Mbit/s, and a picture of it.
+
+Work: a GPT of 0.8 M parameters (4 layers of 128, context 64, bytes) on the embedded text, 2 workers or more, one thread each,
+the same weights, order of samples, learning rates, clipping and number of steps for everybody.
+
+Compared: torch DDP, its fp16 hook and its PowerSGD hook of rank 4, DiLoCo as a bare loop over gloo in fp32 (what OpenDiLoCo
+and torchft do: H 30, outer Nesterov 0.7 / 0.9), and ours: allreduce and diloco with each preset, with AdamW and with Muon
+inside, on the mesh plane; edp with int8 on the elastic plane.
+
+How, for all but edp: the loss after a step does not depend on the network, so the curve over steps is taken once, without a
+limit. Then the seconds of a step are measured over each link: whole rounds of diloco, single steps of the others, as many as
+`--repeats` says; the median counts. Time to a loss is steps to it times seconds of a step. So a run of DDP at 1 Mbit/s, which
+would take hours, needs minutes. What is sent once, before the first step, does not count for anybody.
+
+edp has no such curve: who is ahead depends on the network. It runs over the link itself, until the loss or for `--limit-s`.
+Its server is on the host of worker 0. hivemind, where it is installed, is compared in `p3` and `p4`: not here.
+
+Hosts are network namespaces (`network.py`): Linux, root and iproute2 are needed. All hosts share this machine's cores, so with
+more workers than cores computing takes longer than it would, for all alike. A kept file is drawn again with
+`python -m benchmarks.p2 FILE`.
+
+Target: 100x / 15x / 2.4x sooner than torch DDP at 1 / 10 / 100 Mbit/s; plain allreduce never later than DDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.elastic import ElasticRun, elastic_config, show
+from benchmarks.harness import Session
+from benchmarks.methods import BARE, DDP, METHODS, OURS, steps_of, training
+from benchmarks.network import hosts
+from benchmarks.picture import draw
+from benchmarks.workload import ROOT, SHAPES
+from smolcluster.errors import UserError
+from smolcluster.observe.events import StepLogged
+
+EXAMPLE = "python -m benchmarks p2 --workers 2 --links 1mbit 10mbit 100mbit --draw"
+SHAPE = dataclasses.replace(SHAPES["0.8m"], batch_size=16)
+TARGETS = {"1mbit": 100.0, "10mbit": 15.0, "100mbit": 2.4}
+EVERY = 30  # steps between two points of a curve: whole rounds of every method
+VAL_SAMPLES = 512
+EDP = "edp, int8"
+SHOWN = [m for m in METHODS if m not in ("diloco, wan, k 256", "diloco, lan, muon", "diloco, wan, muon, k 256")] + [EDP]
+COLUMNS = ["method", "step_s", "steps", "seconds", "sooner", "target", "verdict"]
+PICTURE = ROOT / "docs" / "images" / "loss-over-time.svg"
+
+Curve = list[tuple[float, float]]  # step or seconds, validation loss
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, default=2, help="hosts (default: 2)")
+    parser.add_argument("--links", nargs="+", choices=TARGETS, help="default: all; quick: 10mbit")
+    parser.add_argument("--steps", type=int, help="of a curve (default: 900; quick: 60)")
+    parser.add_argument("--loss", type=float, help="to reach (default: what DDP has after four fifths of the steps)")
+    parser.add_argument("--only", choices=SHOWN, nargs="+", help="besides DDP (default: all)")
+    parser.add_argument("--limit-s", type=float, help="of a run of edp (default: 300; quick: 20)")
+    parser.add_argument("--draw", action="store_true", help=f"write {PICTURE.relative_to(ROOT)}")
+
+
+def run(session: Session, arguments: argparse.Namespace) -> None:
+    steps = arguments.steps or (60 if session.quick else 900)
+    if steps % EVERY:
+        raise UserError(f"--steps {steps}: a multiple of {EVERY} is needed, so that rounds are whole")
+    size, links = arguments.workers, arguments.links or (["10mbit"] if session.quick else list(TARGETS))
+    limit_s = arguments.limit_s or (20.0 if session.quick else 300.0)
+    wanted = arguments.only or (["diloco, wan", BARE, EDP] if session.quick else SHOWN)
+    names = [DDP, *(name for name in SHOWN if name in wanted and name != DDP)]
+
+    # Over steps, without a limit.
+    curves = {name: curve_of(name, size=size, steps=steps) for name in names if name != EDP}
+    loss = arguments.loss or curves[DDP][len(curves[DDP]) * 4 // 5 - 1][1]
+    session.name = f"p2-{size}"
+    session.parameters = {**SHAPE.sets(), "workers": size, "steps": steps, "loss": loss, "curves": curves, "links": {}}
+
+    # Over the links.
+    for link in links:
+        paces = {name: paces_of(name, size=size, link=link, steps=steps, repeats=session.repeats) for name in curves}
+        over_time = {
+            name: [(step * statistics.median(paces[name]), at) for step, at in curve] for name, curve in curves.items()
+        }
+        if EDP in names:
+            over_time[EDP] = edp_over(link, size=size, steps=steps, limit_s=limit_s, loss=loss)
+        session.parameters["links"][link] = {"step_s": paces, "over_time": over_time}
+        rows = [_row(name, link, paces, over_time, curves, loss) for name in over_time]
+        show(session, f"{size} workers, {link}: time to a validation loss of {loss:.3f}", rows, COLUMNS)
+    if arguments.draw:
+        _draw(session.parameters)
+
+
+def _row(
+    name: str,
+    link: str,
+    paces: Mapping[str, Sequence[float]],
+    over_time: Mapping[str, Curve],
+    curves: Mapping[str, Curve],
+    loss: float,
+) -> dict[str, Any]:
+    seconds, peer = first_at(over_time[name], loss), first_at(over_time[DDP], loss)
+    row: dict[str, Any] = {"method": name, "seconds": seconds}
+    if name in paces:
+        row |= {"step_s": statistics.median(paces[name]), "steps": first_at(curves[name], loss)}
+    if seconds is None or peer is None:
+        return row | {"verdict": "not reached"}
+    row["sooner"] = peer / seconds
+    if name in OURS:
+        target = 1.0 if name == "allreduce" else TARGETS[link]
+        row |= {"target": f">= {target:g}", "verdict": "met" if row["sooner"] >= target else "missed"}
+    return row
+
+
+def first_at(curve: Curve, loss: float) -> float | None:
+    """Where a curve comes down to the loss, on the line between the two points around it; None: nowhere."""
+    before: tuple[float, float] | None = None
+    for x, y in curve:
+        if y <= loss:
+            return x if before is None else before[0] + (x - before[0]) * (before[1] - loss) / (before[1] - y)
+        before = x, y
+    return None
+
+
+def curve_of(name: str, *, size: int, steps: int) -> Curve:
+    with training(name, SHAPE, steps=steps, size=size) as world:
+        curve = []
+        for step in range(EVERY, steps + 1, EVERY):
+            curve.append((float(step), float(steps_of(world, EVERY, val_samples=VAL_SAMPLES)["val_loss"])))
+    print(f"  {name:<32}loss {curve[-1][1]:.3f} after {steps} steps", flush=True)
+    return curve
+
+
+def paces_of(name: str, *, size: int, link: str, steps: int, repeats: int) -> list[float]:
+    """Seconds of a step over this link. PowerSGD begins after two steps, so two are not counted."""
+    block = EVERY if name == BARE or name.startswith("diloco") else 1
+    with hosts(size, rate=link) as network, training(name, SHAPE, steps=steps, size=size, network=network) as world:
+        steps_of(world, max(2, block))
+        seconds = [steps_of(world, block)["seconds"] / block for _ in range(repeats)]
+    print(f"  {name:<32}{statistics.median(seconds):.3f} s a step at {link}", flush=True)
+    return seconds
+
+
+def edp_over(link: str, *, size: int, steps: int, limit_s: float, loss: float) -> Curve:
+    """As it runs: seconds since its first row, and the validation loss."""
+    sets = {
+        "strategy.codec": "int8",
+        "strategy.worker_update_interval": 4,
+        "training.eval_steps": EVERY,
+        "training.eval_samples": VAL_SAMPLES,
+    }
+    config = elastic_config(SHAPE, workers=size, steps=steps, strategy="edp", sets=sets)
+
+    def enough(rows: Sequence[StepLogged]) -> bool:
+        at = rows[-1].val_loss
+        return rows[-1].time - rows[0].time > limit_s or (at is not None and at <= loss)
+
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(hosts(size, rate=link))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run = stack.enter_context(ElasticRun(config, folder / "run", network=network))
+        run.watch(enough, within_s=3 * limit_s + 120.0)
+    first = run.rows[0].time if run.rows else 0.0
+    curve = [(row.time - first, row.val_loss) for row in run.rows[1:] if row.val_loss is not None]
+    last = f"loss {curve[-1][1]:.3f} after {curve[-1][0]:.0f} s" if curve else f"no loss within {limit_s:g} s"
+    print(f"  {EDP:<32}{last} at {link}", flush=True)
+    return curve
+
+
+def _draw(parameters: Mapping[str, Any]) -> None:
+    panels = {
+        link.replace("mbit", " Mbit/s"): {name: curve for name, curve in measured["over_time"].items() if curve}
+        for link, measured in parameters["links"].items()
+    }
+    title = f"Validation loss over seconds, {parameters['workers']} workers"
+    PICTURE.write_text(draw(panels, title=title, across="seconds"), encoding="utf-8")
+    print(f"drawn: {PICTURE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":  # python -m benchmarks.p2 benchmarks/results/p2-2.json: draw what was kept
+    _draw(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["parameters"])
