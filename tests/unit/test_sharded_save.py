@@ -72,7 +72,7 @@ def snapshot_of(rank: int, *, step: int = 1, ranks: int = 3, **fields: Any) -> S
         step=step,
         weights=weights,
         optimizer={box_name("step/a.weight", ()): STEP} if rank == 0 else {},
-        wholes={"weights": {"a.weight": [7, 4]}, "optimizer": {"step/a.weight": []} if rank == 0 else {}},
+        full_shapes={"weights": {"a.weight": [7, 4]}, "optimizer": {"step/a.weight": []} if rank == 0 else {}},
         part=rank,
         **fields,
     )

@@ -374,11 +374,11 @@ class StrategyConfig(_WithOptions):
         default_factory=dict, description="of a strategy from another package; the same as beside its name"
     )
 
-    def said(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
         """Return the options that are set, by name."""
         return self.model_dump(exclude={"name", "options"}, exclude_none=True) | self.options
 
-    def saying(self, options: Mapping[str, Any], *, name: str | None = None) -> Self:
+    def with_options(self, options: Mapping[str, Any], *, name: str | None = None) -> Self:
         """Return a copy with these options set; None: leave it."""
         fields = type(self).model_fields
         kept = {key: value for key, value in self.options.items() if key not in options}

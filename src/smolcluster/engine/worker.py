@@ -286,7 +286,7 @@ class Worker(Role):
             return None
         name = gather_json(group, secrets.token_hex(8))[0]
         bulletin = group.notes(name)
-        if bulletin is None or strategy.state("rank").wholes is None:
+        if bulletin is None or strategy.state("rank").full_shapes is None:
             return None
         if not all_see(group, self.run_dir.checkpoints):
             if self.lead:
@@ -400,7 +400,7 @@ class Worker(Role):
         if not loop.interrupted:
             broken = not_finite(weights) if weights is not None else None
             check_finite(gather_json(self.group, broken)[0], step=loop.step)
-        batch_samples = self.counts[self.seat.shard or 0] if self.context.tells else 0
+        batch_samples = self.counts[self.seat.shard or 0] if self.context.reports_samples else 0
         mine = loop.record.report(loop.step, batch_samples=batch_samples, skipped=loop.strategy.replica.skipped)
         if self.watch is not None:
             self.watch.done()

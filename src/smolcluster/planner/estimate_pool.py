@@ -87,7 +87,7 @@ def forecast_all(
         return [one(choice) for choice in asked]
     for choice in asked:  # here: some of torch's modules cannot be imported by two threads at once
         with contextlib.suppress(UserError):  # which a forecast tells of
-            section = StrategyConfig.model_validate({}).saying(choice.options, name=choice.strategy)
+            section = StrategyConfig.model_validate({}).with_options(choice.options, name=choice.strategy)
             find_strategy(choice.strategy, choice.plane, read_options(section, plane=choice.plane)[0])
     with ThreadPoolExecutor(num) as pool, contextlib.ExitStack() as children:
         # All of them start before this process has threads: it has imported torch already.

@@ -129,10 +129,10 @@ class Subject:
 
     def scene(self, choice: Choice) -> Scene:
         """Raises UserError where the strategy cannot run like this."""
-        section = self.config.strategy.saying(choice.options, name=choice.strategy)
+        section = self.config.strategy.with_options(choice.options, name=choice.strategy)
         # Measured when a run begins; about even where machines are alike.
-        if section.said().get("layer_distribution") == "auto":
-            section = section.saying({"layer_distribution": None})
+        if section.given().get("layer_distribution") == "auto":
+            section = section.with_options({"layer_distribution": None})
         options, _ = read_options(section, plane=choice.plane)
         strategy = find_strategy(choice.strategy, choice.plane, options)
         nodes = self.nodes[:1] if choice == ALONE else self.nodes

@@ -41,7 +41,7 @@ def choose(config: Config, *, ranks: int, plane: str, only: Sequence[str]) -> li
     found = [choice for choice in choices(ranks, every=bool(only)) if not names or choice.strategy in names]
     known = {choice.strategy for choice in found}
     found += [Choice(label=name, strategy=name) for name in dict.fromkeys(names) if name not in known]
-    if config.strategy.said() and (not names or config.strategy.name in names):
+    if config.strategy.given() and (not names or config.strategy.name in names):
         found.insert(0, as_configured(config, plane))
     return found
 

@@ -55,25 +55,26 @@ class _Box:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Whole tensors by name; each access reads anew. `wholes`: their shapes, where the files hold boxes."""
+    """Whole tensors by name; each access reads anew. `full_shapes`: their shapes, where the files hold boxes."""
 
     def __init__(
-        self, folder: Path, entries: Mapping[str, FileEntry], wholes: Mapping[str, Sequence[int]] | None
+        self, folder: Path, entries: Mapping[str, FileEntry], full_shapes: Mapping[str, Sequence[int]] | None
     ) -> None:
         self._folder = folder
-        self._boxes: dict[str, list[_Box]] = {} if wholes is None else {name: [] for name in wholes}
+        self._boxes: dict[str, list[_Box]] = {} if full_shapes is None else {name: [] for name in full_shapes}
         self._files: dict[str, Any] = {}
         for file, entry in entries.items():
             try:
-                found = list(self._contents(file, entry, in_parts=wholes is not None))
+                found = list(self._contents(file, entry, in_parts=full_shapes is not None))
             except (SafetensorError, OSError, ValueError) as error:
                 raise self._damaged(file, f"not a valid safetensors file: {error}") from error
             for name, box in found:
-                if wholes is not None and name not in self._boxes:
+                if full_shapes is not None and name not in self._boxes:
                     raise self._damaged(file, f"'{name}' is not in the manifest")
                 self._boxes.setdefault(name, []).append(box)
         self._shapes = {
-            name: boxes[0].shape if wholes is None else tuple(wholes[name]) for name, boxes in self._boxes.items()
+            name: boxes[0].shape if full_shapes is None else tuple(full_shapes[name])
+            for name, boxes in self._boxes.items()
         }
         for name, boxes in self._boxes.items():
             self._check_filled(name, boxes)

@@ -59,7 +59,7 @@ class LeadStore:
 
     def collect(self, step: int) -> tuple[dict[str, Any], Layout]:
         entries: dict[str, Any] = {}
-        wholes: Layout = {}
+        full_shapes: Layout = {}
         for rank in range(1, self._size):
             try:
                 note = self._hear(step, rank, within_s=WRITE_TIMEOUT_S)
@@ -69,13 +69,13 @@ class LeadStore:
                 raise OSError(f"rank {rank} could not save its part: {note['problem']}")
             entries |= note["entries"]
             for kind, shapes in note["wholes"].items():
-                wholes.setdefault(kind, {}).update(shapes)
+                full_shapes.setdefault(kind, {}).update(shapes)
         with contextlib.suppress(PeerLost):
             for told in self._told:  # whoever has written a part since has read how those ended
                 self._bulletin.remove(f"{told}/folder")
                 self._bulletin.remove(f"{told}/end")
         self._told.clear()
-        return entries, wholes
+        return entries, full_shapes
 
     def give_up(self, step: int) -> None:
         for rank in sorted(self._writing):
@@ -116,7 +116,7 @@ class PartStore:
         except (OSError, SmolclusterError) as error:
             return {"problem": f"{type(error).__name__}: {error}"}
         self._written = sum(entry["size"] for entry in entries.values())
-        return {"problem": "", "entries": entries, "wholes": snapshot.wholes}
+        return {"problem": "", "entries": entries, "wholes": snapshot.full_shapes}
 
 
 def all_see(group: Group, folder: Path) -> bool:

@@ -69,7 +69,7 @@ Layout = dict[str, dict[str, list[int]]]  # of "weights" and "optimizer": the sh
 class Snapshot:
     """The state of a run after `step` steps. Tensors are on the CPU; `state` and `info` are JSON values.
 
-    Tensors are whole. Where `wholes` is given, they are the boxes that rank `part` saves, by their names in its file.
+    Tensors are whole. Where `full_shapes` is given, they are the boxes that rank `part` saves, by their names in its file.
     """
 
     step: int
@@ -79,7 +79,7 @@ class Snapshot:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
     extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # "all/..." or "<rank>/..."
-    wholes: Layout | None = None
+    full_shapes: Layout | None = None
     part: int = 0
 
 
@@ -118,11 +118,11 @@ class Encoded:
     def __init__(self, snapshot: Snapshot, *, best: bool) -> None:
         if snapshot.step < 0:
             raise ValueError(f"a snapshot's step is a count, not {snapshot.step}")
-        self.step, self.best, self.wholes = snapshot.step, best, snapshot.wholes
+        self.step, self.best, self.full_shapes = snapshot.step, best, snapshot.full_shapes
         self.tensor_files = {WEIGHTS: TensorFile.plan(snapshot.weights), OPTIMIZER: TensorFile.plan(snapshot.optimizer)}
         if snapshot.extra:
             self.tensor_files[EXTRA] = TensorFile.plan(snapshot.extra)
-        if snapshot.wholes is not None:
+        if snapshot.full_shapes is not None:
             files = self.tensor_files.items()
             self.tensor_files = {name.replace(".", f"-{snapshot.part}."): plan for name, plan in files if plan.tensors}
         self.state = json.dumps(_checked(snapshot.state, "state")).encode("utf-8")
@@ -138,14 +138,14 @@ class Encoded:
             others.begin(self.step, folder.name)
         entries = self.write_tensors(folder, files=files)
         entries[STATE] = _write_file(folder / STATE, self.state, files=files)
-        wholes = self.wholes
-        if others is not None and wholes is not None:
+        full_shapes = self.full_shapes
+        if others is not None and full_shapes is not None:
             theirs, more = others.collect(self.step)
             entries |= theirs
-            wholes = {kind: wholes[kind] | more.get(kind, {}) for kind in wholes}
-            _check_parts(folder, entries, wholes)
+            full_shapes = {kind: full_shapes[kind] | more.get(kind, {}) for kind in full_shapes}
+            _check_parts(folder, entries, full_shapes)
         with files.create(folder / MANIFEST) as raw:
-            raw.write(self._manifest(entries, wholes))
+            raw.write(self._manifest(entries, full_shapes))
             raw.fsync()
 
     def write_tensors(self, folder: Path, *, files: Files) -> dict[str, Any]:
@@ -156,11 +156,11 @@ class Encoded:
             entries[name] = entry | {"tensors": len(plan.tensors), "aliases": plan.aliases}
         return entries
 
-    def _manifest(self, entries: dict[str, Any], wholes: Layout | None) -> bytes:
+    def _manifest(self, entries: dict[str, Any], full_shapes: Layout | None) -> bytes:
         fields = {
             "sha256": _NO_DIGEST,
             "format": FORMAT,
-            "version": _WITH_EXTRA if _extra_in(entries) else _WHOLE if wholes is None else _IN_PARTS,
+            "version": _WITH_EXTRA if _extra_in(entries) else _WHOLE if full_shapes is None else _IN_PARTS,
             "step": self.step,
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             "best": self.best,
@@ -168,8 +168,8 @@ class Encoded:
             "metrics": self.metrics,
             "info": self.info,
         }
-        if wholes is not None:
-            fields["wholes"] = wholes
+        if full_shapes is not None:
+            fields["wholes"] = full_shapes
         raw = json.dumps(fields, indent=2).encode("utf-8")
         return _with_digest(raw, hashlib.sha256(raw).hexdigest())
 
@@ -293,11 +293,11 @@ def state_for(snapshot: Snapshot, *, strategy: str, rank: int | None, num_ranks:
     return state, left
 
 
-def _check_parts(folder: Path, entries: dict[str, Any], wholes: Layout) -> None:
+def _check_parts(folder: Path, entries: dict[str, Any], full_shapes: Layout) -> None:
     """What the ranks wrote makes up every tensor. Raises DamagedCheckpoint. Only headers are read."""
     others = {STATE, *_extra_in(entries)}
     files = {name: FileEntry.model_validate(entry) for name, entry in entries.items() if name not in others}
-    for kind, shapes in wholes.items():
+    for kind, shapes in full_shapes.items():
         mine = {name: entry for name, entry in files.items() if name.startswith(kind)}
         StoredTensors(folder, mine, shapes).close()
 

@@ -229,11 +229,10 @@ class LocalSteps(Exchanging[LocalStepsT]):
             load_named_state(self.replica.model, self.outer, outer)
             torch._foreach_copy_(self._anchor, [parameter.detach() for parameter in self.replica.parameters])
         if f"{ROUND}first" in own:
-            self._go_on(own)
+            self._load_round(own)
 
     @torch.no_grad()
-    def _go_on(self, own: Mapping[str, Tensor]) -> None:
-        """Continue in the middle of a round."""
+    def _load_round(self, own: Mapping[str, Tensor]) -> None:
         first, samples, weight, loss = (own[f"{ROUND}{name}"] for name in ("first", "samples", "weight", "loss"))
         self._mine = _Round(int(first), int(samples), float(weight), loss.to(self.replica.device))
         tensors = self.replica.model.state_dict()
