@@ -127,7 +127,7 @@ class FSDP(AllReduce[FSDPOptions]):
 
 
 def lower_dtype(context: Context, options: ShardOptions, axes: Axes | None = None) -> torch.dtype | None:
-    """Stage 1: return the dtype of matrices outside their owners; None: that of the model. Warn where `param_dtype` is ignored."""
+    """Stage 1: return the dtype of matrices outside their owners; None: that of the model. Warn if it is ignored."""
     if options.param_dtype in (None, "fp32"):
         return None
     training, why = context.config.training, ""
