@@ -106,7 +106,7 @@ def measure(message: Message, config: Config, group: Group, device: torch.device
         for _ in range(STEPS - 1):
             step()
         gc.collect()
-        since = ledger.place
+        since = ledger.position
         forget_peak(device)
         step()
         peak = ledger.peak(since)

@@ -226,9 +226,9 @@ def test_running_statistics_that_are_not_finite_are_undone(delayed: bool, spoile
     if delayed:
         buffers._flag, buffers._delayed = Later(), True  # type: ignore[assignment]
     for step in range(1, 8):
-        buffers.keep()
+        buffers.save()
         model(torch.randn(6, 4) * (math.nan if step in spoiled else 1.0))
-        buffers.judge()
+        buffers.check()
     buffers.settle()
     assert all(torch.isfinite(buffer).all() for buffer in model.buffers())
     counted = int(model.norm.num_batches_tracked)
@@ -237,9 +237,9 @@ def test_running_statistics_that_are_not_finite_are_undone(delayed: bool, spoile
     assert sum(copy.numel() for copy in buffers._kept.values()) < 1000, "what never changes is not copied again"
 
     last = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    buffers.keep()
+    buffers.save()
     model(torch.full((6, 4), math.inf))
-    buffers.judge()
+    buffers.check()
     buffers.settle()
     assert all(torch.equal(last[name], buffer) for name, buffer in model.named_buffers())
 

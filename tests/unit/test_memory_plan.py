@@ -85,7 +85,7 @@ def test_a_storage_counts_once_and_as_long_as_it_lives() -> None:
 def test_what_something_is_for_may_be_said_after_the_peak() -> None:
     with Ledger(CPU) as ledger:
         weight, passing = torch.zeros(100), torch.zeros(1000)
-        since = ledger.place
+        since = ledger.position
         del passing
         more = torch.zeros(50)
         ledger.label([weight], "parameters")

@@ -24,7 +24,7 @@ from smolcluster.compute.ledger import Ledger
 class FakeTensorLedger(Ledger):  # type: ignore[no-untyped-call]
     """A ledger of fake tensors. Open it inside a FakeTensorMode."""
 
-    def answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}  # what is not there cannot be pinned
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -34,7 +34,7 @@ class FakeTensorLedger(Ledger):  # type: ignore[no-untyped-call]
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return _ANSWERS.find(
-            self.fake, func, args, kwargs, lambda: super(FakeTensorLedger, self).answer(func, types, args, kwargs)
+            self.fake, func, args, kwargs, lambda: super(FakeTensorLedger, self).run(func, types, args, kwargs)
         )
 
 

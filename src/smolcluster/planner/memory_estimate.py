@@ -141,7 +141,7 @@ def perform(
     for number, way in enumerate([*ways[: int(warm)], *ways]):
         if (way.checkpointing and not offers) or (way.plain_attention and number > 0 and not ledger.attention):
             continue
-        since = ledger.place
+        since = ledger.position
         with _in_this_way(strategy.replica.model, way):
             strategy.step(Batch(parts=parts, samples=len(parts), tokens=0, step=(number + 1) * local_steps))
         found[way] = ledger.peak(since, settled=True)

@@ -227,9 +227,9 @@ class Parallel(Strategy[OptionsT]):
             if pipe is None:
                 loss = self._exchange.compute(batch)
             else:
-                replica.buffers.keep()
+                replica.buffers.save()
                 loss = pipe.compute(batch, weight=self._exchange.loss_weight * replica.loss_scale)
-                replica.buffers.judge()
+                replica.buffers.check()
         comm = Span(context.device)
         if pipe is not None:
             pipe.join_twins()
