@@ -48,6 +48,7 @@ class RunningStatistics:
         copies = [torch.empty_like(buffer) for buffer in sources.values()]
         if copies:
             torch._foreach_copy_(copies, list(sources.values()))
+        self._older, self._saved = self._saved, dict(zip(sources, copies, strict=True))
 
     def check(self) -> None:
         """Call after forward: undo it if a buffer is not finite. On a GPU this reads the check of the previous step."""
