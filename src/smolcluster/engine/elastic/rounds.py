@@ -37,8 +37,8 @@ from torch import Tensor
 from smolcluster.comm.elastic.collectives.group import ElasticGroup
 from smolcluster.comm.elastic.collectives.peers import Peers
 from smolcluster.comm.elastic.membership.proofs import read_keys
+from smolcluster.comm.elastic.membership.received_state import SLICE_BYTES
 from smolcluster.comm.elastic.membership.server_link import Lease
-from smolcluster.comm.elastic.membership.server_state import SLICE_BYTES
 from smolcluster.comm.elastic.membership.view import View, ViewChanged
 from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.elastic.transport.messages import Kind, Message
