@@ -31,7 +31,7 @@ def make_variant(variant: dict[str, Any], config: Config, task: Task, group: Gro
         training = DDPTraining(task.model(), recipe_of(config), gradient_as_bucket_view=variant["bucket_view"])
         return training.run
     config = config.model_copy(deep=True)
-    config.strategy = config.strategy.saying({"staleness_bound": variant["staleness_bound"]})
+    config.strategy = config.strategy.with_options({"staleness_bound": variant["staleness_bound"]})
     strategy = make_strategy(config, task, group=group, device=torch.device("cpu"))
 
     def run(batches: Sequence[tuple[Tensor, Tensor]]) -> float:

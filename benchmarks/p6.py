@@ -36,7 +36,7 @@ from smolcluster.compute.device import choose_device
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.planner.candidates import Choice
-from smolcluster.planner.forecast import Subject, forecast
+from smolcluster.planner.forecast import Workload, forecast
 from smolcluster.planner.memory_estimate import Activations
 from smolcluster.tasks.find import find_task
 
@@ -85,7 +85,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
             steps=10,
             sets={"strategy.name": "fsdp", "training.device": arguments.device, "training.precision": precision},
         )
-        subject = Subject.open(config, find_task(config), num_ranks=ranks, device=choose_device(arguments.device))
+        subject = Workload.open(config, find_task(config), num_ranks=ranks, device=choose_device(arguments.device))
         for stage in arguments.stages:
             rows.append(compare(session, subject, stage, precision))
             print(f"  {precision}, stage {stage}: {rows[-1]['verdict']}", flush=True)
@@ -101,7 +101,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     )
 
 
-def compare(session: Session, subject: Subject, stage: int, precision: str) -> dict[str, Any]:
+def compare(session: Session, subject: Workload, stage: int, precision: str) -> dict[str, Any]:
     """One row: measured, peer, formula, forecast."""
     size, count = len(subject.nodes), subject.shape.parameters
     options: dict[str, Any] = {"fsdp_stage": stage}
@@ -115,11 +115,11 @@ def compare(session: Session, subject: Subject, stage: int, precision: str) -> d
         else []
     )
     choice = Choice(label=f"fsdp {stage}", strategy="fsdp", options=options)
-    cost = subject.scene(choice).placement.cost
-    said = forecast(subject, choice, ways=[Activations()])
-    if said.cannot or not said.seats[0].ways:
-        raise SmolclusterError(f"stage {stage} could not be rehearsed: {said.cannot or said.seats[0].note}")
-    foretold = said.seats[0].ways[Activations()].at.total + seen[0]["workspace"]
+    cost = subject.with_choice(choice).placement.cost
+    estimate = forecast(subject, choice, ways=[Activations()])
+    if estimate.cannot or not estimate.seats[0].ways:
+        raise SmolclusterError(f"stage {stage} could not be estimated: {estimate.cannot or estimate.seats[0].note}")
+    foretold = estimate.seats[0].ways[Activations()].at.total + seen[0]["workspace"]
     peak = round(statistics.median(counted(one) for one in seen))
     states = round(statistics.median(_states(one) for one in seen))
     formula = zero(stage, precision, count, size)

@@ -51,7 +51,7 @@ class FSDP2:
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32 if half else None
         )
-        reshard = config.strategy.said().get("fsdp_stage") == 3
+        reshard = config.strategy.given().get("fsdp_stage") == 3
         for module in [*blocks_of(self.model), self.model]:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
@@ -106,7 +106,7 @@ def measure(message: Message, config: Config, group: Group, device: torch.device
         for _ in range(STEPS - 1):
             step()
         gc.collect()
-        since = ledger.place
+        since = ledger.position
         forget_peak(device)
         step()
         peak = ledger.peak(since)

@@ -14,7 +14,7 @@ from tests.equivalence.test_memory import measured
 from tests.world import ElasticWorld
 
 from smolcluster.planner.candidates import Choice
-from smolcluster.planner.forecast import Subject, forecast
+from smolcluster.planner.forecast import Workload, forecast
 from smolcluster.planner.memory_estimate import Activations
 from smolcluster.tasks.find import find_task
 
@@ -53,8 +53,8 @@ def test_bytes_of_a_step_are_those_of_the_plan(tmp_path: Path, case: Case) -> No
         assert row["verdict"] == "met", row
         assert all(sent >= row["formula_sent"] and got >= row["formula_received"] for sent, got in row["samples"]), row
         return
-    subject = Subject.open(config, find_task(config), num_ranks=case.workers, device=CPU)
-    costs = subject.scene(choice_of(case)).placement.costs
+    subject = Workload.open(config, find_task(config), num_ranks=case.workers, device=CPU)
+    costs = subject.with_choice(choice_of(case)).placement.costs
     for rank, cost in zip(world.ranks, costs, strict=True):
         rows = rank.rows()[mesh_bytes.WARM :]
         steps = rows[-1].step - rows[0].step
@@ -83,7 +83,7 @@ def choice_of(case: Case) -> Choice:
 def test_memory_is_that_of_the_plan(case: Case) -> None:
     """The tolerance of 5 % is for what backends allocate by themselves; here they agree to the byte but for it."""
     config = case.config(SHAPE | {"training.batch_size": 4, "training.steps": 10})
-    subject = Subject.open(config, find_task(config), num_ranks=case.workers, device=CPU)
+    subject = Workload.open(config, find_task(config), num_ranks=case.workers, device=CPU)
     plan = forecast(subject, choice_of(case), ways=[Activations()], every_seat=True)
     assert not plan.cannot
     planned = {rank: seat.ways[Activations()].at.total for seat in plan.seats for rank in seat.ranks}

@@ -123,7 +123,7 @@ def test_an_edited_state_is_refused(tmp_path: Path, change: dict[str, Any]) -> N
     [
         ({"training.optimizer": "adamw"}, r"AdamW's state \(exp_avg, exp_avg_sq, step\) and this run uses SGD"),
         ({"training.optimizer": "sgd"}, r"SGD's state \(momentum_buffer\) and this run uses AdamW"),
-        ({"training.optimizer": "sgd", "training.momentum": 0.0}, "no optimizer state, as plain SGD saves it"),
+        ({"training.optimizer": "sgd", "training.momentum": 0.0}, "no optimizer state, as with plain SGD"),
     ],
     ids=["adamw", "sgd", "plain sgd"],
 )

@@ -36,7 +36,7 @@ def test_a_sequence_with_a_weight_in_two_layers_equals_single(tmp_path: Path, st
         ({"strategy.fsdp_stage": 3, "strategy.shard_size": 1}, None),
         (
             {"strategy.fsdp_stage": "HYBRID_SHARD", "cluster.workers": ["a", "a", "b", "b"]},
-            "cut up inside a machine, replicated across machines; 2 x 2",
+            "sharded inside a machine, replicated across machines; 2 x 2",
         ),
         ({"strategy.fsdp_stage": "HYBRID_SHARD"}, "over all ranks, which are on one machine: as FULL_SHARD; 1 x 4"),
     ],

@@ -149,7 +149,7 @@ def test_the_outer_state_is_resumed_with(tmp_path: Path, environ: dict[str, str]
     other = train(plane, tmp_path / "other", sets, strategy="fedavg", environ=environ, resume=saved)
     assert other.summary["weights_sha256"] != whole.summary["weights_sha256"]
     told = other.ranks[0].events if isinstance(other, World) else other.server.events
-    assert any("what the workers of outer shared: outer" in getattr(event, "message", "") for event in told)
+    assert any("shared state of outer: outer" in getattr(event, "message", "") for event in told)
 
 
 def test_who_joins_gets_the_outer_state(tmp_path: Path, environ: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from tests.world import forkserver
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.planner.candidates import Choice
-from smolcluster.planner.forecast import Subject, forecast
+from smolcluster.planner.forecast import Workload, forecast
 from smolcluster.planner.memory_estimate import Activations
 from smolcluster.tasks.find import find_task
 
@@ -76,7 +76,7 @@ def test_a_real_run_holds_what_was_foretold(strategy: str, precision: str, optio
     sets = {**GPT, "training.precision": precision, "strategy.name": strategy}
     sets |= {f"strategy.{key}": value for key, value in options.items()}
     config = resolve(load_config([], sets=sets))
-    subject = Subject.open(config, find_task(config), num_ranks=2, device=torch.device("cpu"))
+    subject = Workload.open(config, find_task(config), num_ranks=2, device=torch.device("cpu"))
     said = forecast(
         subject, Choice(label="", strategy=strategy, options=options), ways=[Activations()], every_seat=True
     )

@@ -584,7 +584,7 @@ def test_a_run_whose_gradients_never_count_ends_and_says_why(tmp_path: Path, kin
     assert world.server.status == 1
     failed = world.server.failed
     assert failed is not None
-    assert "no gradient of step 10 was fit to count, 20 times in a row" in failed.message
+    assert "no gradient of step 10 was valid, 20 times in a row" in failed.message
     assert "worker 0 (testhost): its norm is nan" in failed.message
     assert len(commits(lines_of(world))) == 9
 

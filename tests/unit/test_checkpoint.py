@@ -463,7 +463,7 @@ def test_load_by_name_and_path(store: CheckpointStore, tmp_path: Path) -> None:
 
 def test_a_renamed_folder_is_not_taken_for_another_step(store: CheckpointStore) -> None:
     store.save(snapshot_of(1)).rename(store.folder / "step-00000009")
-    with pytest.raises(DamagedCheckpoint, match="step-00000009: holds step 1"):
+    with pytest.raises(DamagedCheckpoint, match="step-00000009: contains step 1"):
         store.load_latest()
 
 

@@ -226,20 +226,20 @@ def test_running_statistics_that_are_not_finite_are_undone(delayed: bool, spoile
     if delayed:
         buffers._flag, buffers._delayed = Later(), True  # type: ignore[assignment]
     for step in range(1, 8):
-        buffers.keep()
+        buffers.save()
         model(torch.randn(6, 4) * (math.nan if step in spoiled else 1.0))
-        buffers.judge()
+        buffers.check()
     buffers.settle()
     assert all(torch.isfinite(buffer).all() for buffer in model.buffers())
     counted = int(model.norm.num_batches_tracked)
     assert 7 - len(spoiled) - 2 * delayed <= counted <= 7 - len(spoiled)
     assert model.norm.running_mean.abs().max() > 0
-    assert sum(copy.numel() for copy in buffers._kept.values()) < 1000, "what never changes is not copied again"
+    assert sum(copy.numel() for copy in buffers._saved.values()) < 1000, "what never changes is not copied again"
 
     last = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    buffers.keep()
+    buffers.save()
     model(torch.full((6, 4), math.inf))
-    buffers.judge()
+    buffers.check()
     buffers.settle()
     assert all(torch.equal(last[name], buffer) for name, buffer in model.named_buffers())
 

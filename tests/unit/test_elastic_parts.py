@@ -171,7 +171,7 @@ def test_a_member_and_its_buddy_are_too_much_to_lose() -> None:
         providers(["a", None, None, "d"])
 
 
-# parcels
+# packed
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 10**6])
@@ -179,14 +179,14 @@ def test_a_member_and_its_buddy_are_too_much_to_lose() -> None:
 def test_parcels_come_back(codec: str, bucket_bytes: int) -> None:
     layout = [("a", (8, 4)), ("b", (3,)), ("c", ()), ("d", (5, 5))]
     tensors = {name: torch.randn(shape) for name, shape in layout}
-    parcels = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=bucket_bytes)
+    packed = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=bucket_bytes)
     out = {name: torch.full(shape, math.nan) for name, shape in layout}
-    payloads = list(parcels.encode(tensors, key=3))
-    assert [channel for channel, _ in payloads] == list(range(len(parcels)))
-    assert [tuple(p.shape) for _, p in payloads] == [p.shape for p in parcels.payloads()]
-    assert sum(p.nbytes for _, p in payloads) == parcels.nbytes
+    payloads = list(packed.encode(tensors, key=3))
+    assert [channel for channel, _ in payloads] == list(range(len(packed)))
+    assert [tuple(p.shape) for _, p in payloads] == [p.shape for p in packed.payloads()]
+    assert sum(p.nbytes for _, p in payloads) == packed.nbytes
     for channel, payload in payloads:
-        parcels.decode(channel, payload, out)
+        packed.decode(channel, payload, out)
     for name, tensor in tensors.items():
         assert torch.isfinite(out[name]).all()
         if codec == "fp32":
@@ -197,14 +197,14 @@ def test_parcels_come_back(codec: str, bucket_bytes: int) -> None:
 def test_a_tensor_that_is_too_large_for_one_payload_travels_in_slices(codec: str) -> None:
     layout, most_bytes = [("a", (3,)), ("large", (300, 100)), ("b", (5,))], 30_000
     tensors = {name: torch.randn(shape) for name, shape in layout}
-    parcels = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=10**6, most_bytes=most_bytes)
+    packed = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=10**6, most_bytes=most_bytes)
     out = {name: torch.full(shape, math.nan) for name, shape in layout}
-    assert parcels.names == ["a", "large", "b"]
-    payloads = list(parcels.encode(tensors, key=3))
-    assert [tuple(p.shape) for _, p in payloads] == [p.shape for p in parcels.payloads()]
-    assert max(p.nbytes for _, p in payloads) <= most_bytes < parcels.nbytes
+    assert packed.names == ["a", "large", "b"]
+    payloads = list(packed.encode(tensors, key=3))
+    assert [tuple(p.shape) for _, p in payloads] == [p.shape for p in packed.payloads()]
+    assert max(p.nbytes for _, p in payloads) <= most_bytes < packed.nbytes
     for channel, payload in payloads:
-        parcels.decode(channel, payload, out)
+        packed.decode(channel, payload, out)
     whole = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=10**6)
     expected = {name: torch.empty(shape) for name, shape in layout}
     assert len(whole) == 1
@@ -217,8 +217,8 @@ def test_a_tensor_that_is_too_large_for_one_payload_travels_in_slices(codec: str
 
 def test_a_payload_does_not_share_memory_with_what_it_was_made_of() -> None:
     tensors = {"w": torch.ones(16)}
-    parcels = PackedTensors([("w", (16,))], codec=make_codec("fp32"), bucket_bytes=10**6)
-    [(_, payload)] = list(parcels.encode(tensors))
+    packed = PackedTensors([("w", (16,))], codec=make_codec("fp32"), bucket_bytes=10**6)
+    [(_, payload)] = list(packed.encode(tensors))
     tensors["w"].zero_()
     assert torch.equal(payload.view(torch.float32), torch.ones(16))
 

@@ -118,7 +118,7 @@ def test_another_tokenizer_is_refused_with_both_names(run: Path, book: Path, tmp
     assert place.status == 2
     message = place.failed.message
     assert f"the tokenizer {run / 'tokenizer' / 'tokenizer.json'}, and data.tokenizer is now chars" in message
-    assert "leave data.tokenizer to the run" in message
+    assert "or leave it out" in message
 
 
 @pytest.mark.parametrize("plane", ["mesh", "elastic"])

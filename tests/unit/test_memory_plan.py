@@ -36,8 +36,16 @@ from smolcluster.planner import estimate_pool
 from smolcluster.planner.candidates import Choice, as_configured, choices
 from smolcluster.planner.dry_run import describe_memory, ranges
 from smolcluster.planner.estimate_pool import from_plain, to_plain
-from smolcluster.planner.fake_tensors import Answers
-from smolcluster.planner.forecast import Forecast, MemoryPlan, SeatMemory, Subject, alike_seats, forecast, rehearse_rank
+from smolcluster.planner.fake_tensors import OutputCache
+from smolcluster.planner.forecast import (
+    Forecast,
+    MemoryPlan,
+    SeatMemory,
+    Workload,
+    alike_seats,
+    estimate_rank,
+    forecast,
+)
 from smolcluster.planner.memory_estimate import Activations
 from smolcluster.planner.report import choose, to_dict
 from smolcluster.tasks.find import find_task
@@ -55,13 +63,13 @@ GPT = {
 }
 
 
-def subject(ranks: int, sets: dict[str, Any] | None = None) -> Subject:
+def subject(ranks: int, sets: dict[str, Any] | None = None) -> Workload:
     config = resolve(load_config([], sets={**GPT, "cluster.num_workers": ranks, **(sets or {})}))
-    return Subject.open(config, find_task(config), num_ranks=ranks, device=CPU)
+    return Workload.open(config, find_task(config), num_ranks=ranks, device=CPU)
 
 
 @pytest.fixture(scope="module")
-def four() -> Subject:
+def four() -> Workload:
     return subject(4)
 
 
@@ -85,7 +93,7 @@ def test_a_storage_counts_once_and_as_long_as_it_lives() -> None:
 def test_what_something_is_for_may_be_said_after_the_peak() -> None:
     with Ledger(CPU) as ledger:
         weight, passing = torch.zeros(100), torch.zeros(1000)
-        since = ledger.place
+        since = ledger.position
         del passing
         more = torch.zeros(50)
         ledger.label([weight], "parameters")
@@ -125,14 +133,14 @@ USUAL = ("allreduce", "fsdp 1", "fsdp 3", "tensor", "pipeline 1f1b", "mesh dp 2 
 
 @pytest.mark.usual(when=lambda choice: choice.label in USUAL)
 @pytest.mark.parametrize("choice", MESH, ids=lambda choice: choice.label)
-def test_states_are_those_of_the_formula(four: Subject, choice: Choice) -> None:
+def test_states_are_those_of_the_formula(four: Workload, choice: Choice) -> None:
     """Of every rank that differs. The optimizer counts its steps: four bytes for each parameter, beside the formula."""
-    scene = four.scene(choice)
+    scene = four.with_choice(choice)
     costs = scene.placement.costs
     stage = choice.options.get("fsdp_stage")
     for alike in alike_seats(scene, every_seat=True):
         rank = alike[0].rank
-        cost, seen = costs[rank], rehearse_rank(four, choice, rank, [Activations()])
+        cost, seen = costs[rank], estimate_rank(four, choice, rank, [Activations()])
         at_most, at_rest = seen.ways[Activations()].each, seen.states
         parameters = at_most.parameters if stage == 2 else at_rest.parameters  # whole while they are used
         gradients = (
@@ -145,12 +153,12 @@ def test_states_are_those_of_the_formula(four: Subject, choice: Choice) -> None:
         assert at_rest.optimizer == pytest.approx(cost.optimizer_bytes, rel=0.02)
 
 
-def test_a_later_step_holds_what_the_first_did(four: Subject) -> None:
+def test_a_later_step_holds_what_the_first_did(four: Workload) -> None:
     """So the first may stand for all: it lacks only the optimizer's state, which is added."""
     for label in ("fsdp 1", "fsdp 3", "pipeline 1f1b"):
         choice = next(c for c in choices(4) if c.label == label)
-        first = rehearse_rank(four, choice, 0, [Activations()]).ways[Activations()]
-        later = rehearse_rank(four, choice, 0, [Activations(), Activations(True, False), Activations()]).ways[
+        first = estimate_rank(four, choice, 0, [Activations()]).ways[Activations()]
+        later = estimate_rank(four, choice, 0, [Activations(), Activations(True, False), Activations()]).ways[
             Activations()
         ]
         assert first == later, label
@@ -159,7 +167,7 @@ def test_a_later_step_holds_what_the_first_did(four: Subject) -> None:
 @pytest.mark.usual(when=lambda label: label in ("allreduce", "fsdp 3"))
 @pytest.mark.parametrize("label", ["allreduce", "fsdp 3", "pipeline 1f1b", "mesh dp 2 x tp 2"])
 def test_torch_is_not_asked_again_what_an_operation_returns(
-    four: Subject, label: str, monkeypatch: pytest.MonkeyPatch
+    four: Workload, label: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the cache of answers a rehearsal sees the same bytes, and calls torch for few of its operations."""
     asked = 0
@@ -172,12 +180,12 @@ def test_torch_is_not_asked_again_what_an_operation_returns(
 
     monkeypatch.setattr(FakeTensorMode, "dispatch", counted)
     choice = next(c for c in choices(4) if c.label == label)
-    first = rehearse_rank(four, choice, 0, [Activations()])
+    first = estimate_rank(four, choice, 0, [Activations()])
     asked = 0
-    assert rehearse_rank(four, choice, 0, [Activations()]) == first
+    assert estimate_rank(four, choice, 0, [Activations()]) == first
     cached, asked = asked, 0
-    monkeypatch.setattr(Answers, "find", lambda *args: args[-1]())
-    assert rehearse_rank(four, choice, 0, [Activations()]) == first
+    monkeypatch.setattr(OutputCache, "find", lambda *args: args[-1]())
+    assert estimate_rank(four, choice, 0, [Activations()]) == first
     assert cached < asked / 3
 
 
@@ -198,7 +206,7 @@ def test_recomputing_takes_less_and_plain_attention_more() -> None:
 # Tasks of one's own
 
 
-def own(name: str, ranks: int = 2) -> Subject:
+def own(name: str, ranks: int = 2) -> Workload:
     return subject(ranks, {"task": f"{TASKS}:{name}"})
 
 
@@ -405,7 +413,7 @@ def plan(*rows: Forecast, limit: int = 10**9) -> MemoryPlan:
         ranks=2,
         device="cpu",
         limit=limit,
-        limit_said="said",
+        limit_source="said",
         configured=Activations(),
         rows=list(rows),
     )
@@ -441,7 +449,7 @@ def test_the_table_says_what_fits_and_why_not() -> None:
     assert lines[-1] == f"the first that fits: second  (smolcluster train ... {flags})"
 
 
-def test_the_bytes_that_a_rank_sends_in_a_step(four: Subject) -> None:
+def test_the_bytes_that_a_rank_sends_in_a_step(four: Workload) -> None:
     """By the strategy's own formula: allreduce sends 2 (N-1)/N of the gradients; of a pipeline activations travel too."""
     asked = [Choice(label=name, strategy=name) for name in ("allreduce", "pipeline")]
     found = to_dict(plan(*(forecast(four, choice, ways=[Activations()]) for choice in asked)))
@@ -472,7 +480,7 @@ def test_what_is_asked() -> None:
 
 
 def test_what_a_process_says_is_what_it_saw() -> None:
-    seen = rehearse_rank(subject(1), choices(1)[0], 0, [Activations(), Activations(False, True)])
+    seen = estimate_rank(subject(1), choices(1)[0], 0, [Activations(), Activations(False, True)])
     assert from_plain(json.loads(json.dumps(to_plain(seen)))) == seen
 
 
@@ -484,7 +492,7 @@ def test_the_page_shows_what_the_command_prints() -> None:
         ranks=4,
         device="cpu",
         limit=7_700_000_000,
-        limit_said="8.00 GB for each rank, as you say, less 300 MB for its process",
+        limit_source="8.00 GB for each rank, as given, less 300 MB for its process",
         configured=Activations(),
         rows=[row(c.label, 10**9) for c in choices(4) if c.strategy != "single"],
     )
@@ -503,7 +511,7 @@ def test_the_page_shows_what_the_command_prints() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "say what to plan: `smolcluster plan --memory`"),
+        ([], "nothing to plan: `smolcluster plan --memory`"),
         (["--memory", "--nodes", "0"], "--nodes 0: at least one rank is needed"),
         (["--memory", "--nodes", "a,,b"], "--nodes 'a,,b': give a number, or names with commas"),
         (["--memory", "--limit", "much"], "--limit 'much' is not a size; write it as 16GB"),
@@ -598,7 +606,7 @@ def test_strategies_are_imported_before_threads_rehearse_them() -> None:
     assert ended.stdout == "[True, True, True, True]\n", ended.stderr
 
 
-def test_whatever_ends_a_rehearsal_is_said(four: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_ends_a_rehearsal_is_said(four: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Forecast:
         raise ImportError("half made")
 

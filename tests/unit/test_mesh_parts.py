@@ -343,5 +343,5 @@ def test_a_bucket_has_a_size_in_bytes_or_in_numbers() -> None:
     config = load_config([], overrides=["strategy.name=fsdp", "strategy.reduce_bucket_size=262144"])
     assert read_options(config.strategy)[0].bucket_mb == 1.0
     config.strategy.bucket_mb = 2.0
-    with pytest.raises(UserError, match=r"bucket_mb and strategy\.reduce_bucket_size say the same"):
+    with pytest.raises(UserError, match=r"bucket_mb and strategy\.reduce_bucket_size are the same"):
         read_options(config.strategy)

@@ -207,9 +207,9 @@ def test_options_of_a_package_are_in_the_schema_for_editors(install: Callable[..
 def test_options_of_a_package_vary_in_a_plan(install: Callable[..., None]) -> None:
     install("mine", OPTIONS, "mine:RECORD")
     section = load_config([], overrides=["strategy.name=mine", "strategy.mode=none"]).strategy
-    said = {c.label: section.saying(c.options).said() for c in choices(2) if c.strategy == "mine"}
+    said = {c.label: section.with_options(c.options).given() for c in choices(2) if c.strategy == "mine"}
     assert said == {"mine slow": {"mode": "slow"}, "mine fast": {"mode": "fast"}}
-    assert section.said() == {"mode": "none"}
+    assert section.given() == {"mode": "none"}
 
 
 def test_a_record_and_its_class_have_the_same_options(install: Callable[..., None]) -> None:

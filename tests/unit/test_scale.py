@@ -14,9 +14,9 @@ import torch
 from tests.tasks import Tiny
 
 from smolcluster.comm.elastic.membership.mailbox import Linked, Mailbox
+from smolcluster.comm.elastic.membership.received_state import ReceivedState
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.membership.server_link import ServerLink
-from smolcluster.comm.elastic.membership.server_state import ServerState
 from smolcluster.comm.elastic.transport import frames
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
@@ -263,7 +263,7 @@ WRONG: dict[str, list[Message]] = {
 
 @pytest.mark.parametrize("messages", WRONG.values(), ids=WRONG.keys())
 def test_what_is_no_slice_of_a_state_is_refused(messages: list[Message]) -> None:
-    state = ServerState(2, most_bytes=1000)
+    state = ReceivedState(2, most_bytes=1000)
     for message in messages[:-1]:
         state.take(message)
     with pytest.raises(ValueError):

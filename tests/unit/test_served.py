@@ -692,9 +692,7 @@ def test_a_worker_reports_a_lease_that_it_drops(monkeypatch: pytest.MonkeyPatch)
     worker.leases.append(Lease(step=1, ranges=((0, 4),)))
     (payload,) = (
         p
-        for _, p in worker.strategy.rounds._parcels.gradients.encode(
-            {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
-        )
+        for _, p in worker.strategy.rounds._packed.gradients.encode({"weight": torch.ones(1, 2), "bias": torch.ones(1)})
     )
     worker.strategy.rounds._handle(Message(kind=Kind.AVERAGE, step=1, meta={"counted": [1]}, payload=payload))
     assert [(m["kind"], m["step"], m["meta"]) for m in worker.sent] == [(Kind.PUSH, 1, {"skip": "late"})]

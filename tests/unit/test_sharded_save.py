@@ -72,7 +72,7 @@ def snapshot_of(rank: int, *, step: int = 1, ranks: int = 3, **fields: Any) -> S
         step=step,
         weights=weights,
         optimizer={box_name("step/a.weight", ()): STEP} if rank == 0 else {},
-        wholes={"weights": {"a.weight": [7, 4]}, "optimizer": {"step/a.weight": []} if rank == 0 else {}},
+        full_shapes={"weights": {"a.weight": [7, 4]}, "optimizer": {"step/a.weight": []} if rank == 0 else {}},
         part=rank,
         **fields,
     )
@@ -148,7 +148,7 @@ def test_parts_that_leave_a_hole_are_not_called_saved(tmp_path: Path) -> None:
     short.weights = {name: rows[:-1] for name, rows in short.weights.items()}
     with ThreadPoolExecutor(2) as pool:
         saving = [pool.submit(lead.save, snapshot_of(0, ranks=2)), pool.submit(other.save, short)]
-        with pytest.raises(DamagedCheckpoint, match=r"do not hold 'a.weight' \(7, 4\) exactly once"):
+        with pytest.raises(DamagedCheckpoint, match=r"do not contain 'a.weight' \(7, 4\) exactly once"):
             saving[0].result(timeout=60)
         with pytest.raises(OSError, match="exactly once"):
             saving[1].result(timeout=60)

@@ -1,4 +1,4 @@
-"""`smolcluster plan`: what a run would need, before it is started."""
+"""`smolcluster plan`: what a run needs, before it starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan(
     from smolcluster.launch.prepare import prepare
 
     if not memory:
-        raise UserError("say what to plan: `smolcluster plan --memory` shows the bytes of each rank for every strategy")
+        raise UserError("nothing to plan: `smolcluster plan --memory` shows the bytes of each rank for every strategy")
     prepared = prepare(sources or [], overrides=override or [], sets=flags.sets() | _nodes(nodes))
     from smolcluster.planner.report import plan_memory
 
@@ -55,7 +55,7 @@ def plan(
         plane=prepared.plane,
         only=strategy or [],
         limit=limit,
-        told=_progress(),
+        on_progress=_progress(),
     )
     if as_json:
         typer.echo(json.dumps(found, indent=1))
@@ -66,17 +66,17 @@ def plan(
     return 0
 
 
-def _nodes(said: str | None) -> dict[str, Any]:
-    """`4`, or `mini1,pi5`."""
-    if said is None:
+def _nodes(text: str | None) -> dict[str, Any]:
+    """Read `4`, or `mini1,pi5`."""
+    if text is None:
         return {}
-    if re.fullmatch(r"\s*-?[0-9]+\s*", said):
-        if int(said) < 1:
-            raise UserError(f"--nodes {said}: at least one rank is needed")
-        return {"cluster.num_workers": int(said)}
-    names = [name.strip() for name in said.split(",")]
+    if re.fullmatch(r"\s*-?[0-9]+\s*", text):
+        if int(text) < 1:
+            raise UserError(f"--nodes {text}: at least one rank is needed")
+        return {"cluster.num_workers": int(text)}
+    names = [name.strip() for name in text.split(",")]
     if not all(names) or len(set(names)) < len(names):
-        raise UserError(f"--nodes '{said}': give a number, or names with commas between them, each once")
+        raise UserError(f"--nodes '{text}': give a number, or names with commas between them, each once")
     return {"cluster.workers": names, "cluster.num_workers": len(names)}
 
 
@@ -85,8 +85,8 @@ def _progress() -> Any:
     if not sys.stderr.isatty():
         return None
 
-    def told(label: str, done: int, of: int) -> None:
+    def show(label: str, done: int, of: int) -> None:
         end = "\r" if done < of else "\r\x1b[K"
-        print(f"\r\x1b[Krehearsed {done} of {of}: {label}", end=end, file=sys.stderr, flush=True)
+        print(f"\r\x1b[Kestimated {done} of {of}: {label}", end=end, file=sys.stderr, flush=True)
 
-    return told
+    return show

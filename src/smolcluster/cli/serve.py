@@ -21,8 +21,8 @@ _machines, _page = panel("Machines"), panel("Page and API")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """The fields of `smolcluster.serve.main.Wanted` that are options as they are."""
+class ServeFlags:
+    """The fields of `smolcluster.serve.main.ServeOptions` that are flags as they are."""
 
     stages: Annotated[
         int | None,
@@ -86,7 +86,7 @@ def serve(
     ] = None,
     browser: Annotated[bool, _page("--browser/--no-browser", help="Open the chat page, on a terminal.")] = True,
     *,
-    options: ServeOptions,
+    options: ServeFlags,
 ) -> int:
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.observe.logs import log_to_terminal

@@ -1,7 +1,4 @@
-"""torch's AdamW and SGD without the wrappers that import its compiler when an optimizer is made.
-
-The wrappers keep the compiler out of these functions. None of ours is compiled, and the import takes seconds.
-"""
+"""torch's AdamW and SGD without the wrappers that disable the compiler: importing it takes seconds."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def choose_device(requested: str | None, *, local_rank: int = 0, asked_by: str =
 
 
 def share_cores(num_processes: int) -> None:
-    """Give each of the processes of one machine its share of the cores, unless the user said otherwise."""
+    """Give each process of one machine its share of the cores, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_processes))
 

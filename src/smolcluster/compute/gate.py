@@ -1,10 +1,10 @@
 """The gradient gate: accept finite gradients whose norm is similar to earlier ones.
 
-One broken machine must not spoil the model of all. A gradient whose norm is not a number, or thousands of times the usual,
-is refused, reported to its sender and counted. When nothing but such large gradients comes, several in a row, they are the
-usual from then on: training has changed, not a machine.
+One broken machine must not spoil the model of all. A gradient whose norm is not finite, or thousands of times the usual, is
+refused, reported to its sender and counted. After several such large gradients in a row they are accepted as the usual:
+training has changed, not a machine.
 
-When no gradient of a step counts, TRIES times in a row, the run ends with the reason: the next attempt would fail as these.
+When no gradient of a step counts TRIES times in a row, the run ends with the reason.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from smolcluster.errors import SmolclusterError
 
 HISTORY = 64
 ENOUGH = 5
-STUBBORN = 8  # refusals in a row, without a gradient that is accepted
+STUBBORN = 8  # refusals in a row before large norms are accepted
 TRIES = 20  # attempts in a row at a step of which no gradient counted
-# Refusals in a row of one member while gradients of others count, before it is the cause and not its samples.
-PATIENCE = 5
+PATIENCE = 5  # refusals of one member in a row, while gradients of others count: not its samples are the cause
 
 
 class GradientGate:
@@ -36,7 +35,7 @@ class GradientGate:
         self._members: dict[str, tuple[int, int]] = {}
 
     def objection(self, norm: float) -> str | None:
-        """Return why a gradient of this norm is refused; None when it is accepted."""
+        """Return why a gradient of this norm is refused, or None."""
         if not math.isfinite(norm):
             return f"its norm is {norm}"
         if len(self._accepted) >= ENOUGH:
@@ -50,7 +49,7 @@ class GradientGate:
         return None
 
     def refused(self, instance: str) -> bool:
-        """Note a refused gradient of this member. Return whether the member is the cause: others may read its samples."""
+        """Count a refused gradient of this member. Return whether the member is the cause, and others may read its samples."""
         count, last = self._members.get(instance, (0, -1))
         others_count = last not in (-1, self._num_accepted)
         count += others_count
@@ -58,13 +57,13 @@ class GradientGate:
         return others_count and count >= PATIENCE
 
     def nothing_counted(self, step: int) -> None:
-        """Note an attempt at this step in which no worker's gradient counted. Raises after TRIES in a row."""
+        """Count an attempt at this step in which no gradient counted. Raises after TRIES in a row."""
         self._failed += 1
         if self._failed > TRIES:
             why = f" ({self.last_refusal})" if self.last_refusal else ""
             raise SmolclusterError(
-                f"no gradient of step {step} was fit to count, {TRIES} times in a row{why}; "
-                "look at the data, or lower training.learning_rate"
+                f"no gradient of step {step} was valid, {TRIES} times in a row{why}; "
+                "check the data, or lower training.learning_rate"
             )
 
     def start_over(self) -> None:
@@ -72,7 +71,7 @@ class GradientGate:
         self._failed = 0
 
     def accept(self, norm: float, *, instance: str = "") -> None:
-        """Note an accepted norm. `instance`: the member that sent it."""
+        """Count an accepted norm. `instance`: the member that sent it."""
         self._refused = self._failed = 0
         self._num_accepted += 1
         self._members.pop(instance, None)

@@ -1,10 +1,10 @@
-"""Which tensors are in memory, and when: every storage that is made, resized or freed while a `Ledger` is open.
+"""Record memory: every storage that is allocated, resized or freed while a `Ledger` is open.
 
-It is a dispatch mode: each operation of torch passes through it, in forward, in backward and in the optimizer, on real
-tensors as on fake ones, which have a shape and no memory. A storage counts once, however many tensors look at it. What it is
-for may be said later (`label`): the peak is found by reading the entries again.
+It is a dispatch mode, so it sees each operation of torch in forward, in backward and in the optimizer, on real and on fake
+tensors. A storage counts once, however many tensors share it. It may be labelled later (`label`), since the peak is computed
+from the entries.
 
-Not seen: what an operation allocates for itself while it runs, and what backends keep for their exchanges.
+Not recorded: what an operation allocates internally, and the buffers of communication backends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Kind = Literal["parameters", "gradients", "optimizer"]
-CUDA_BLOCK = 512  # torch's allocator gives out multiples of it
+CUDA_BLOCK = 512  # torch's allocator rounds up to it
 _DEVICE = torch.ops.prim.device.default
-_ASK = "_propagate_tensor_meta_non_cached"  # how DTensor finds the shape of a result
+_PROPAGATE = "_propagate_tensor_meta_non_cached"  # how DTensor finds the shape of a result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,24 +49,24 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    at: Held  # the moment with most bytes
-    each: Held  # the most of each kind, at whatever moment that was
+    at: Held  # at the moment with most bytes
+    each: Held  # the most of each kind at any moment
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Open it with `with`. Storages of other kinds of devices are left out."""
+    """A context manager. Storages of other kinds of devices are ignored."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device.type
-        self._numbers: dict[int, int] = {}  # of the storages that live, by their address
+        self._numbers: dict[int, int] = {}  # of live storages, by address
         self._sizes: list[int] = []  # of every storage, by number
-        self._entries: list[tuple[int, int]] = []  # number, bytes more or less
+        self._entries: list[tuple[int, int]] = []  # number, change in bytes
         self._kinds: dict[int, Kind] = {}
         self._refs: dict[int, weakref.ref[Any]] = {}
         self.fake: Any = None
-        self.attention = False  # whether torch's own attention was asked for
-        self._asking = 0  # DTensor asks for shapes, on tensors that nobody will have
+        self.attention = False  # whether torch's scaled_dot_product_attention was called
+        self._propagating = 0  # > 0 while DTensor computes shapes on temporary tensors
 
     # Writing
 
@@ -74,27 +74,27 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fake = active_fake_mode()
         self._resize = resize = torch.UntypedStorage.resize_
 
-        def noticed(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        def recorded(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
             result = resize(storage, *args, **kwargs)
             number = self._numbers.get(storage._cdata)
             if number is not None:
                 self._set(number, self._rounded(storage.nbytes()))
             return result
 
-        # Older versions have a mode of their own for it.
-        self._propagate = propagate = getattr(ShardingPropagator, _ASK, None)
+        # Older versions use a fake mode of their own instead.
+        self._propagate = propagate = getattr(ShardingPropagator, _PROPAGATE, None)
 
-        def asking(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             assert propagate is not None
-            self._asking += 1
+            self._propagating += 1
             try:
                 return propagate(*args, **kwargs)
             finally:
-                self._asking -= 1
+                self._propagating -= 1
 
-        torch.UntypedStorage.resize_ = noticed  # type: ignore[method-assign,assignment]
+        torch.UntypedStorage.resize_ = recorded  # type: ignore[method-assign,assignment]
         if propagate is not None:
-            setattr(ShardingPropagator, _ASK, asking)
+            setattr(ShardingPropagator, _PROPAGATE, counted)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -102,53 +102,53 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         if self._propagate is not None:
-            setattr(ShardingPropagator, _ASK, self._propagate)
+            setattr(ShardingPropagator, _PROPAGATE, self._propagate)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and looking for it takes longer than all the rest
+        return False  # nothing is compiled here, and the check takes longer than all the rest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for more often than anything else
+            return args[0].fake_device  # the most frequent call
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # made of other tensors, as a DTensor is: those will come by themselves
+            return NotImplemented  # a wrapper such as DTensor: the mode sees its inner tensors
         self.attention = self.attention or func.__name__.startswith("_scaled_dot_product")
-        result = self.answer(func, types, args, kwargs or {})
-        if not self._asking and active_fake_mode() is self.fake:  # and not in a mode that only asks for shapes
+        result = self.run(func, types, args, kwargs or {})
+        if not self._propagating and active_fake_mode() is self.fake:  # not in another mode that computes shapes
             for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    self.note(leaf)
+                    self.record(leaf)
         return result
 
-    def answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self.fake is not None and func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # on fake tensors it would copy, which it does not do on real ones
+            return args[0]  # on fake tensors it would copy, unlike on real ones
         return func(*args, **kwargs)
 
-    def note(self, tensor: Tensor) -> int | None:
-        """The number of its storage, which is entered if it is new; None where it does not count."""
+    def record(self, tensor: Tensor) -> int | None:
+        """Record the storage of a tensor if it is new. Return its number; None where it does not count."""
         if isinstance(tensor, DTensor):
-            return self.note(tensor.to_local())
+            return self.record(tensor.to_local())
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if device.type != self._device:
             return None
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # one without memory of its own
+        except (NotImplementedError, RuntimeError):  # it has no storage
             return None
         address = storage._cdata
         if address not in self._numbers:
             number = self._numbers[address] = len(self._sizes)
             self._sizes.append(0)
             self._set(number, self._rounded(storage.nbytes()))
-            self._refs[number] = weakref.ref(storage, lambda _: self._gone(address, number))
+            self._refs[number] = weakref.ref(storage, lambda _: self._on_freed(address, number))
         return self._numbers[address]
 
     def label(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
-        """What these are for, and have been for since they were made."""
+        """Count the storages of these tensors as this kind, from their allocation on."""
         for tensor in tensors:
-            number = None if tensor is None else self.note(tensor)
+            number = None if tensor is None else self.record(tensor)
             if number is not None:
                 self._kinds[number] = kind
 
@@ -157,7 +157,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._entries.append((number, size - self._sizes[number]))
             self._sizes[number] = size
 
-    def _gone(self, address: int, number: int) -> None:
+    def _on_freed(self, address: int, number: int) -> None:
         self._set(number, 0)
         if self._numbers.get(address) == number:
             del self._numbers[address]
@@ -169,12 +169,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Reading
 
     @property
-    def place(self) -> int:
-        """How far it is written: to read what came after."""
+    def position(self) -> int:
+        """The number of entries so far, for `since`."""
         return len(self._entries)
 
     def peak(self, since: int = 0, *, settled: bool = False) -> Peak:
-        """The moment with most bytes from `since` on. `settled`: as if all optimizer state had been there from the start."""
+        """Return the moment with most bytes from `since` on. `settled`: as if optimizer state had existed from the start."""
         state = sum(self._sizes[number] for number, kind in self._kinds.items() if kind == "optimizer")
         held: dict[Kind | None, int] = {None: 0, "optimizer": state if settled else 0}
         total, peak, most = sum(held.values()), dict(held), -1

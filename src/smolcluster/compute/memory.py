@@ -15,11 +15,11 @@ from smolcluster.errors import UserError
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 # Memory of a process beside tensors: Python, torch's code, and on a GPU its context.
 PROCESS_BYTES = {"cpu": 300 * 10**6, "cuda": 600 * 10**6}
-_NO_LIMIT = 2**60  # a control group without one says so with a huge number
+_NO_LIMIT = 2**60  # a cgroup without a limit reports a huge number
 
 
 def parse_size(text: str, *, what: str) -> int:
-    """`16GB`, `512MiB`, `1.5g`: bytes."""
+    """Return the bytes of `16GB`, `512MiB` or `1.5g`."""
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     size = float(found[1]) * UNITS.get(found[2].lower(), 0) if found else 0.0
     if size < 1:
@@ -35,7 +35,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def built_in_bytes(device: torch.device) -> int:
-    """The same, whatever a control group leaves to this process of it: what all processes there have together."""
+    """Return the memory of a GPU or of this machine, without the limit of a cgroup."""
     return memory_bytes(device) if device.type == "cuda" else _total()
 
 
@@ -45,13 +45,13 @@ def free_bytes(device: torch.device) -> int:
         # Memory cached by torch's allocator is available.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
-    said = _windows()[1] if sys.platform == "win32" else _meminfo("MemAvailable")
-    return machine_bytes() if said is None else min(said, machine_bytes())
+    free = _windows()[1] if sys.platform == "win32" else _meminfo("MemAvailable")
+    return machine_bytes() if free is None else min(free, machine_bytes())
 
 
 @functools.cache
 def workspace_bytes(device: torch.device) -> int:
-    """What a GPU's libraries take from torch's allocator when they are first used, and keep. Nothing elsewhere."""
+    """Return what a GPU's libraries allocate from torch on first use, and keep; 0 on other devices."""
     if device.type != "cuda":
         return 0
     before = torch.cuda.memory_allocated(device)
@@ -64,14 +64,14 @@ def workspace_bytes(device: torch.device) -> int:
 
 
 def machine_bytes() -> int:
-    """Of the machine, or what its control group leaves to this process."""
-    return min([_total(), *_control_group()])
+    """Return the memory of the machine, or the limit of this process's cgroup."""
+    return min([_total(), *_cgroup_limits()])
 
 
 def _total() -> int:
-    said = _meminfo("MemTotal")
-    if said is not None:
-        return said
+    total = _meminfo("MemTotal")
+    if total is not None:
+        return total
     if sys.platform == "win32":
         return _windows()[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -85,15 +85,15 @@ def _meminfo(key: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
-def _control_group() -> list[int]:
+def _cgroup_limits() -> list[int]:
     found = []
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            said = Path(name).read_text(encoding="ascii").strip()
+            limit = Path(name).read_text(encoding="ascii").strip()
         except OSError:
             continue
-        if said.isdigit() and int(said) < _NO_LIMIT:
-            found.append(int(said))
+        if limit.isdigit() and int(limit) < _NO_LIMIT:
+            found.append(int(limit))
     return found
 
 

@@ -1,13 +1,12 @@
-"""Muon: momentum, orthogonalized, for matrices; AdamW for embeddings, the output layer and vectors.
+"""Muon: orthogonalized momentum for matrices; AdamW for embeddings, the output layer and vectors.
 
     for each matrix W of shape m x n with gradient G:
         M <- mu M + G
-        O <- newton_schulz(G + mu M)                               Nesterov momentum, its singular values moved to about 1
-        W <- (1 - lr decay) W - 0.2 sqrt(max(m, n)) lr O           an update of the size that AdamW's have, at the same rate
+        O <- newton_schulz(G + mu M)                               Nesterov momentum, with singular values near 1
+        W <- (1 - lr decay) W - 0.2 sqrt(max(m, n)) lr O           the RMS of AdamW's updates, at the same rate
 
-A kernel of a convolution is a matrix of its output channels by all the rest. Matrices of one shape are orthogonalized as one
-batch: in bf16 on a GPU. A matrix that is spread over ranks is gathered for the product; each rank keeps its
-part of the momentum and of the result.
+The kernel of a convolution is a matrix of output channels x the rest. Matrices of one shape are orthogonalized as one batch, in
+bf16 on a GPU. A sharded matrix is gathered for that; each rank keeps its shard of the momentum and of the result.
 
 Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. The factor 0.2 sqrt(max(m, n)): Liu et al.,
 "Muon is scalable for LLM training", 2025, where PyTorch's own `torch.optim.Muon` (2.9 and later) calls it `match_rms_adamw`.
@@ -31,7 +30,7 @@ MARK = "_smolcluster_orthogonalized"  # an attribute of modules
 
 
 class Muon(AdamW):  # type: ignore[misc, valid-type]
-    """AdamW, but for groups with `momentum`: their parameters are orthogonalized."""
+    """AdamW, and Muon for groups with `momentum`."""
 
     param_groups: list[dict[str, Any]]
 
@@ -52,7 +51,7 @@ class Muon(AdamW):  # type: ignore[misc, valid-type]
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         momentum, rate = group["momentum"], group["lr"]
-        found_inf = getattr(self, "found_inf", None)  # a flag on the device: leave this step out
+        found_inf = getattr(self, "found_inf", None)  # a flag on the device: skip this step
         skip = None if found_inf is None else found_inf.bool()
         by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
         for parameter in group["params"]:
@@ -74,7 +73,7 @@ class Muon(AdamW):  # type: ignore[misc, valid-type]
 
 
 def newton_schulz(x_BMN: Tensor) -> Tensor:
-    """Return the nearest matrices with orthonormal rows or columns, roughly: singular values end between 0.7 and 1.2."""
+    """Return approximately the nearest orthogonal matrices: singular values end between 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     wide = x_BMN.shape[1] <= x_BMN.shape[2]
     narrow = torch.bfloat16 if x_BMN.is_cuda and x_BMN.dtype == torch.float32 else x_BMN.dtype
@@ -87,7 +86,7 @@ def newton_schulz(x_BMN: Tensor) -> Tensor:
 
 
 def mark_matrices(model: nn.Module) -> None:
-    """Decide, on a whole model, whose matrices are orthogonalized: modules remember it when the model is cut."""
+    """Mark the modules whose matrices are orthogonalized, before the model is partitioned."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     output = model.output_layer if isinstance(model, WithOutputLayer) else next(reversed(linear), None)
     for module in model.modules():
@@ -102,7 +101,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     """Return the trained parameters that are orthogonalized, and the others."""
     if not any(hasattr(module, MARK) for module in model.modules()):
         mark_matrices(model)
-    kinds: dict[nn.Parameter, bool] = {}  # one that several modules share is a matrix only if it is one for all of them
+    kinds: dict[nn.Parameter, bool] = {}  # a shared parameter only if all its modules are marked
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:

@@ -1,7 +1,7 @@
 """Optimizers, the learning-rate schedule, and optimizer state by parameter name.
 
-State is named after parameters ("exp_avg/blocks.0.mlp.up.weight"), never numbered, so that any strategy can take up
-what another has written.
+State is named after parameters ("exp_avg/blocks.0.mlp.up.weight"), never numbered, so that any strategy can load the state of
+any other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MUON_MOMENTUM = 0.95
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
-    """The optimizer that `training.optimizer` names. Matrices decay, vectors (biases, norms) do not."""
+    """Return the optimizer of `training.optimizer`. Weight decay applies to matrices, not to vectors (biases, norms)."""
     trained, hidden = [p for p in model.parameters() if p.requires_grad], list[nn.Parameter]()
     if config.optimizer == "muon":
         hidden, trained = split_parameters(model)
@@ -36,17 +36,16 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Opti
     groups = [g for g in groups if g["params"]]
     fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in trained)
     if config.optimizer == "sgd":
-        fused &= not any(is_sharded(p) for p in trained)  # torch cannot
+        fused &= not any(is_sharded(p) for p in trained)  # not supported by torch
         return SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
     kind = Muon if config.optimizer == "muon" else AdamW
     return kind(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
 def warmup_cosine(*, peak: float, floor: float, warmup: int, steps: int) -> Callable[[int], float]:
-    """The learning rate of update number n, counted from 0: a line up to `peak`, then half a cosine down to `floor`.
+    """Return the learning rate by update, counted from 0: linear up to `peak`, then half a cosine down to `floor`.
 
-    The last update before `steps` has `floor`; anything later too. Warm-up takes at most half of the run, so that a short one
-    reaches `peak` as well.
+    The last update has `floor`, and any later one too. Warm-up takes at most half of the run, so a short one reaches `peak`.
     """
     warmup = min(warmup, steps // 2)
 
@@ -60,7 +59,7 @@ def warmup_cosine(*, peak: float, floor: float, warmup: int, steps: int) -> Call
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Optimizer state as "<state>/<parameter name>" -> tensor."""
+    """Return optimizer state as "<state>/<parameter name>" -> tensor."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {}
     for parameter, state in optimizer.state.items():
@@ -70,17 +69,17 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return tensors
 
 
-def put_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Add these to the state that is there, or replace it."""
+def update_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Add or replace these tensors in the optimizer's state."""
     parameters = dict(model.named_parameters())
     for key, tensor in tensors.items():
         state, name = key.split("/", 1)
-        # Beside the parameter, but for the counter of steps, which optimizers keep where it came from.
+        # On the parameter's device, except for the step counter.
         optimizer.state[parameters[name]][state] = tensor if tensor.ndim == 0 else tensor.to(parameters[name].device)
 
 
 def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `named_state` gave. torch's own loader moves each tensor to where the optimizer wants it."""
+    """Load what `named_state` returned. torch's own loader moves each tensor to its device."""
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         state, name = key.split("/", 1)
@@ -94,9 +93,9 @@ def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors
 
 
 def without_state(model: nn.Module, optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> list[str]:
-    """Return the parameters that have nothing among these keys of `named_state`, and of which this optimizer keeps something.
+    """Return the parameters without state among these keys of `named_state`, if this optimizer keeps state for them.
 
-    It does so from a parameter's first gradient on. One that is not known here may keep nothing for some.
+    It does so from a parameter's first gradient on. An unknown optimizer may keep none for some.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     have = {key.partition("/")[2] for key in keys}
@@ -116,16 +115,16 @@ def _kept(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str
 def _check_kind(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], saved: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Raise UserError where the state is of another optimizer. One that is not known here is left to judge for itself."""
+    """Raise UserError where the state is of another optimizer. Unknown optimizers are not checked."""
     for group in optimizer.param_groups:
         kept = _kept(optimizer, group)
         for states in [saved.get(names[p], {}).keys() for p in group["params"]]:
             if kept is None or states <= (kept or MOMENTUM_STATE):
                 continue
-            every = {state for of in saved.values() for state in of}
-            made = {"AdamW's": ADAMW_STATE, "SGD's": MOMENTUM_STATE, "Muon's": ADAMW_STATE | MOMENTUM_STATE}
-            whose = next((name for name, known in made.items() if every <= known), "another optimizer's")
+            found = {state for of in saved.values() for state in of}
+            known = {"AdamW's": ADAMW_STATE, "SGD's": MOMENTUM_STATE, "Muon's": ADAMW_STATE | MOMENTUM_STATE}
+            whose = next((name for name, kinds in known.items() if found <= kinds), "another optimizer's")
             raise UserError(
-                f"the checkpoint has {whose} state ({', '.join(sorted(every))}) and this run uses "
+                f"the checkpoint has {whose} state ({', '.join(sorted(found))}) and this run uses "
                 f"{type(optimizer).__name__}; resume with the training.optimizer that saved it"
             )

@@ -1,8 +1,8 @@
-"""Mixed precision: the type of forward and backward, and the loss scale that fp16 needs.
+"""Mixed precision: autocast, and the loss scale of fp16.
 
 Weights, gradients and optimizer state stay fp32. bf16 has fp32's range and needs no scale. fp16 underflows, so the loss is
-multiplied by a scale before backward and gradients divided by it after. The scale of a gradient travels with it, since with
-delayed gradients it may have changed by the time the gradient is applied.
+multiplied by a scale before backward, and gradients are divided by it after. Each gradient is sent with its scale, which may
+have changed when a delayed gradient is applied.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MOST = 2.0**24  # a model whose gradients are all zero must not drive the scale 
 class LossScale:
     """Doubles after `growth_interval` good steps, halves after an overflow. Powers of two only, so scaling is exact.
 
-    Ranks on the mesh plane judge the same norm and so hold the same scale. On the elastic plane the server or coordinator
-    holds the scale of the run and sends it to the members (`AgreedScale`).
+    Ranks on the mesh plane see the same norm and so have the same scale. On the elastic plane the server or coordinator
+    sends the scale of the run to the members (`AgreedScale`).
     """
 
     value: float = 2.0**16
@@ -37,8 +37,8 @@ class LossScale:
     def update(self, *, overflow: bool, used: float | None = None) -> bool:
         """Count one step; return whether the scale was lowered.
 
-        `used` is the scale that the gradient was computed with, where that may differ from the present one. Gradients that
-        overflowed under one scale lower it once, however many there are.
+        `used`: the scale that the gradient was computed with, if it may differ from the present one. All gradients that
+        overflowed with one scale lower it once.
         """
         if overflow:
             before, used = self.value, self.value if used is None else used
@@ -58,22 +58,22 @@ class LossScale:
 
 @dataclass(slots=True)
 class AgreedScale(LossScale):
-    """The scale of a run whose members come and go. The server or coordinator applies the rule; members use what it sends.
+    """The scale of a run on the elastic plane: the server or coordinator updates it, members use the value that it sends.
 
-    An overflow on one member lowers the scale of all. A member whose gradients stay non-finite while those of others count
-    has another problem than the scale: after `PATIENCE` overflows in a row it lowers the scale no further.
+    An overflow on one member lowers the scale of all. After `PATIENCE` overflows in a row, while gradients of others count,
+    the scale is not the cause, and a member no longer lowers it.
     """
 
     commits: int = 0
-    # Instance -> how many in a row, and when the last.
+    # Instance -> overflows in a row, and `commits` at the last.
     overflows: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def overflowed(self, instance: str, used: Any) -> bool:
-        """A member's gradient is not finite; `used` is the scale it reports. Returns whether the scale is the cause."""
+        """Count a non-finite gradient of a member; `used`: its scale. Return whether the scale is the cause."""
         if not isinstance(used, int | float) or not used > 1.0:
-            return False  # computed without a scale: the scale is not the cause
+            return False  # it was computed without a scale
         count, last = self.overflows.get(instance, (0, -1))
-        count += last != self.commits  # tries of one step count once: nobody else's gradient has counted between them
+        count += last != self.commits  # attempts at one step count once
         self.overflows[instance] = count, self.commits
         if count > PATIENCE:
             return False
@@ -81,7 +81,7 @@ class AgreedScale(LossScale):
         return self.value < used
 
     def committed(self, contributors: Iterable[str]) -> None:
-        """A step counts, with gradients of these members."""
+        """Count a committed step with gradients of these members."""
         self.update(overflow=False)
         self.commits += 1
         for instance in contributors:
@@ -89,7 +89,7 @@ class AgreedScale(LossScale):
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context that forward runs in."""
+    """Return the context for forward."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision])

@@ -3,11 +3,11 @@
     compute(batch)   forward and backward over the micro-batches of a step; gradients are left on the parameters
     apply()          unscale, clip, optimizer step at the learning rate of this update
 
-Strategies put their exchange between the two. A replica knows nothing of other replicas.
+Strategies exchange gradients between the two. A replica knows nothing of other replicas.
 
-A gradient that is not finite changes nothing: the step counts as an update, and as skipped. Ranks that hold the same norm skip
-the same steps. On a GPU the optimizer skips by a flag on the device, as with torch's GradScaler, so that the host need not wait
-for the norm. It has to wait where the optimizer cannot do that (one that is not fused), and in fp16, for the loss scale.
+A gradient that is not finite is not applied: the step counts as an update, and as skipped. Ranks with the same norm skip the
+same steps. On a GPU a fused optimizer skips by a flag on the device, as with torch's GradScaler, so that the host need not wait
+for the norm. It waits with other optimizers, and in fp16, for the loss scale.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from smolcluster.compute.precision import LossScale, autocast
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.models.protocols import CompiledByBlock
 
-DEEP = 24  # layers from which on compiling by region is as fast as compiling all of it at once
+DEEP = 24  # layers from which on compiling by region is as fast as compiling the whole model
 
 Loss = Callable[[nn.Module, Any], Tensor]
-SKIPS_ON = "cuda"  # device where the host must not wait for every step
+SKIPS_ON = "cuda"  # device on which steps are skipped without waiting
 MOST_SKIPPED = 20  # steps in a row whose gradients were not finite, before a run fails
 
 
@@ -53,7 +53,7 @@ class Batch:
 
     @property
     def shares(self) -> list[float] | None:
-        """Each part's share of the mean over the batch; zero where nothing counts. None: all alike."""
+        """Each part's share of the mean over the batch; zero without targets. None: all alike."""
         if self.counts is None:
             return None
         total = self.weight
@@ -87,12 +87,12 @@ class Replica:
         self.device = device
         self.updates = 0  # how many gradients have been applied: the version of the weights
         self.scale = LossScale() if precision == "fp16" else None
-        self.led = False  # a server judges the gradients and sets the loss scale
+        self.led = False  # a server checks the gradients and sets the loss scale
         self.buffers = RunningStatistics(model, device)
-        # Steps without a finite gradient: of all, and in a row. The first is on the device where the host does not wait.
+        # Steps without a finite gradient: in total, and in a row; tensors where the host does not wait.
         self._skipped: int | Tensor = 0
         self._in_row: int | Tensor = 0
-        self._stepped = False  # the optimizer has taken a step, and so has its state
+        self._stepped = False  # the optimizer has state
         self.gradient_norms: dict[str, Tensor] = {}  # of the last applied gradient, if they are tracked
         self.norms: Callable[[], dict[str, Tensor]] = lambda: self.gradient_norms  # of the whole model's parameters
         self._plain_loss = loss
@@ -112,17 +112,17 @@ class Replica:
         return self.rate_of(self.updates)
 
     def rate_of(self, update: int) -> float:
-        """The same for any update, counted from 0."""
+        """The optimizer's rate for an update, counted from 0."""
         scales = [float(group.get("lr_scale", 1.0)) for group in self.optimizer.param_groups]
         return self._learning_rate(update) * (scales[0] if scales else 1.0)
 
     def compute(self, batch: Batch, *, before_last: Callable[[], None] | None = None, weight: float = 1.0) -> Tensor:
-        """Gradients of the mean loss over the batch's parts, times `weight`. `before_last` runs ahead of the last backward."""
+        """Compute gradients of the mean loss over the parts, times `weight`. `before_last` runs before the last backward."""
         if not self.model.training:
             self.model.train()
-        self.drop_gradients()  # a step that was abandoned may have left its own
+        self.drop_gradients()  # of an abandoned step
         total: Tensor | None = None
-        self.buffers.keep()
+        self.buffers.save()
         shares = batch.shares
         for number, part in enumerate(batch.parts):
             part = to_device(part, self.device)
@@ -138,15 +138,15 @@ class Replica:
             if share != 0:
                 mine = loss.detach() if share is None else loss.detach() * share
                 total = mine if total is None else total + mine
-        self.buffers.judge()
+        self.buffers.check()
         if total is None:
             return torch.zeros((), device=self.device)
         return total / len(batch.parts) if shares is None and len(batch.parts) > 1 else total
 
     def apply(self, *, scale: float | None = None, norm: float | Tensor | None = None) -> Tensor:
-        """One update from the gradients on the parameters. Returns their norm before clipping.
+        """Update the weights with the gradients on the parameters. Return their norm before clipping.
 
-        `norm` is given where only a part of the gradients is here, or where all must clip alike. A step whose norm is not
+        `norm`: that of the whole gradient, where this rank has a part of it or all must clip alike. A step whose norm is not
         finite counts as an update but changes no weight and no optimizer state.
         """
         parameters = [p for p in self.parameters if p.grad is not None]
@@ -157,8 +157,10 @@ class Replica:
         if norm is None:
             total = get_total_norm(gradients)
         else:
-            wide = torch.promote_types(self.parameters[0].dtype, torch.float32)  # some may be rounded on some ranks
-            total = torch.as_tensor(norm, dtype=wide, device=self.device)
+            dtype = torch.promote_types(
+                self.parameters[0].dtype, torch.float32
+            )  # some ranks may keep rounded parameters
+            total = torch.as_tensor(norm, dtype=dtype, device=self.device)
         if self.track_gradients:
             self.gradient_norms = {n: p.grad.norm() for n, p in self.model.named_parameters() if p.grad is not None}
         skip = ~torch.isfinite(total)
@@ -179,7 +181,7 @@ class Replica:
             parameter.grad = None
 
     def _update(self, gradients: list[Tensor], total: Tensor, *, skip: Tensor | None = None) -> None:
-        """Clip, and take a step of the optimizer; `skip`: a flag on the device, whether to leave the step out."""
+        """Clip, and take a step of the optimizer; `skip`: a flag on the device, whether to skip it."""
         if self._clip is not None and gradients:
             factor = torch.clamp(self._clip / (total + 1e-6), max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
@@ -187,37 +189,37 @@ class Replica:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         found_inf = None if skip is None else skip.float()
-        setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010 - what fused optimizers of torch look at
+        setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010 - torch's fused optimizers read it
         self.optimizer.step()
         self._stepped = True
 
     def _skips_on_device(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether the optimizer can leave a step out by itself. In its first step some of its state would be left undefined."""
+        """Whether the optimizer can skip a step on the device. In its first step that would leave state undefined."""
         able = self._stepped and getattr(self.optimizer, "_step_supports_amp_scaling", False)
         return able and self.scale is None and bool(gradients) and gradients[0].device.type == SKIPS_ON
 
     def _count(self, *, skipped: bool, scale: float) -> None:
-        """Count a step, and adapt the loss scale to it."""
+        """Count a step and update the loss scale."""
         if self.scale is not None and not self.led:
             self.scale.update(overflow=skipped, used=scale)
         self._skipped += skipped
         if not skipped:
             self._in_row = 0
-        elif scale <= 1.0 or self.scale is None:  # or a lower loss scale may help
+        elif scale <= 1.0 or self.scale is None:  # else a lower loss scale may help
             self._in_row += 1
             self.check_progress()
 
     @property
     def skipped(self) -> int:
-        """Updates that changed nothing, as their gradients were not finite. On a GPU this waits for the last of them."""
+        """The number of updates that were skipped because of non-finite gradients. Synchronizes a GPU."""
         return int(self._skipped)
 
     def check_progress(self) -> None:
-        """Raise when nothing has been learned for many steps. On a GPU this waits for the last of them."""
+        """Raise when many steps in a row were skipped. Synchronizes a GPU."""
         if not self.led and int(self._in_row) >= MOST_SKIPPED:
             raise SmolclusterError(
                 f"the gradients of the last {int(self._in_row)} steps had NaN or infinite values, and were not applied; "
-                "look at the data, or lower training.learning_rate"
+                "check the data, or lower training.learning_rate"
             )
 
     def weights(self) -> dict[str, Tensor]:
@@ -225,7 +227,7 @@ class Replica:
         return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Optimizer tensors, and the few numbers beside them."""
+        """Return the optimizer's tensors, and the counters beside them."""
         numbers: dict[str, Any] = {"updates": self.updates}
         if self.skipped:
             numbers["skipped"] = self.skipped
@@ -242,31 +244,30 @@ class Replica:
     def adopt_state_dict(
         self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], numbers: dict[str, Any]
     ) -> None:
-        """Load, and keep these tensors instead of copying them. What was there before is left as it was."""
+        """Load by using these tensors instead of copying them. The tensors in use before are not changed."""
         own = self.model.state_dict()
         unlike = [n for n, t in own.items() if n not in weights or weights[n].shape != t.shape]
         if unlike or len(weights) != len(own):
-            self.load_state_dict(weights, optimizer, numbers)  # which says what is wrong
+            self.load_state_dict(weights, optimizer, numbers)  # raises with the reason
             return
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             tensor.data = weights[name].to(tensor.device, tensor.dtype)
         self.load_optimizer(optimizer, numbers, bare=not optimizer)
 
-    def lacking(self, optimizer: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> list[str]:
-        """Parameters without optimizer state in what should be all of it, if every parameter has a gradient in every step."""
-        skipped = self.scale is not None and not optimizer  # every step so far may have overflowed
-        fresh = skipped or int(numbers["updates"]) <= int(numbers.get("skipped", 0))
-        return [] if fresh else without_state(self.model, self.optimizer, optimizer)
+    def missing_state(self, optimizer: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> list[str]:
+        """Return the parameters without optimizer state, given that each has a gradient in every step."""
+        overflowed = self.scale is not None and not optimizer  # perhaps in every step so far
+        no_update = overflowed or int(numbers["updates"]) <= int(numbers.get("skipped", 0))
+        return [] if no_update else without_state(self.model, self.optimizer, optimizer)
 
     def load_optimizer(self, optimizer: Mapping[str, Tensor], numbers: dict[str, Any], *, bare: bool) -> None:
-        """`bare`: nothing was saved for any parameter, of which this replica may have some only."""
+        """`bare`: no state was saved for any parameter of the whole model."""
         load_named_state(self.model, self.optimizer, optimizer)
         self.updates, self._skipped = int(numbers["updates"]), int(numbers.get("skipped", 0))
         bare = bare and self.updates > self._skipped and any(group["params"] for group in self.optimizer.param_groups)
         if bare and self.scale is None and isinstance(self.optimizer, torch.optim.AdamW):
             raise UserError(
-                "the checkpoint has no optimizer state, as plain SGD saves it, and this run uses "
-                f"{type(self.optimizer).__name__}; "
+                f"the checkpoint has no optimizer state, as with plain SGD, and this run uses {type(self.optimizer).__name__}; "
                 "resume with the training.optimizer that saved it"
             )
         if self.scale is not None and "loss_scale" in numbers:
@@ -274,17 +275,19 @@ class Replica:
 
 
 def compiled(model: nn.Module, loss: Loss) -> Loss:
-    """Compile the loss. A deep model that can, and that has no hooks, is compiled by region: the first step comes sooner."""
+    """Compile the loss; a deep model without hooks by region, which makes the first step faster."""
     if isinstance(model, CompiledByBlock) and model.num_layers >= DEEP and not model._forward_pre_hooks:
         model.compile_blocks()
-        # The compiler looks at `.grad` of what passes from one region to the next.
+        # The compiler reads `.grad` of tensors between regions.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     return torch.compile(loss)
 
 
 def zero_loss(loss: Loss, model: nn.Module, part: Any) -> Tensor:
-    """A loss of zero, with zero gradients, of a part in which nothing counts: a mean over nothing is NaN, and so are its
-    gradients in general. The model runs as for any other part, since other ranks may take part in that."""
+    """Return a loss of zero with zero gradients, for a part without targets: the mean over none is NaN.
+
+    The model runs all the same, since other ranks may take part in its forward.
+    """
     outputs: list[Tensor] = []
 
     def keep(*call: Any) -> None:
@@ -295,17 +298,17 @@ def zero_loss(loss: Loss, model: nn.Module, part: Any) -> Tensor:
         found = loss(model, part)
     finally:
         hook.remove()
-    return zero_of(outputs) if outputs else found * 0.0  # or the model was not called as such
+    return zero_from(outputs) if outputs else found * 0.0  # without outputs the model itself was not called
 
 
-def zero_of(outputs: Sequence[Tensor]) -> Tensor:
-    """Zero, which depends on these."""
+def zero_from(outputs: Sequence[Tensor]) -> Tensor:
+    """Return a zero that depends on these tensors."""
     zeros = [(t * 0.0).sum() for t in outputs]
     return torch.stack([z.full_tensor() if is_sharded(z) else z for z in zeros]).sum()
 
 
 def check_loss(loss: Any) -> None:
-    """A task's mistake, told before torch stumbles over it."""
+    """Raise UserError for a loss that backward cannot use."""
     if not isinstance(loss, Tensor):
         raise UserError(f"loss() must return a tensor, the mean over the batch, not {type(loss).__name__}")
     if loss.numel() != 1:
@@ -330,6 +333,5 @@ def to_device(part: Any, device: torch.device) -> Any:
         return {key: to_device(value, device) for key, value in part.items()}
     if isinstance(part, list | tuple):
         moved = [to_device(value, device) for value in part]
-        # A named tuple takes its values one by one.
         return type(part)(*moved) if hasattr(part, "_fields") else type(part)(moved)
     return part

@@ -1,8 +1,8 @@
-"""Random numbers that depend on where we are, not on how we came here.
+"""Derive seeds from the position in the run, so that no generator state needs saving.
 
-Every step starts from a seed derived from (run seed, step, rank), and the reading of its batch from one derived from (run seed,
-step, data shard). A resumed run therefore draws the same dropout masks as an uninterrupted one, with no generator state to
-save. Ranks draw different ones, but those that share a data shard augment its samples alike.
+Every step is seeded from (run seed, step, rank), and the reading of its batch from (run seed, step, data shard). A resumed run
+draws the same dropout masks as an uninterrupted one. Ranks draw different ones, but those of one data shard augment its samples
+alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def derive_seed(*parts: int | str) -> int:
-    """63 well-mixed bits from any few numbers."""
+    """Return 63 well-mixed bits."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -23,7 +23,7 @@ def derive_seed(*parts: int | str) -> int:
 def seed_everything(*parts: int | str, device: torch.device) -> None:
     """Seed torch (the CPU and this device), numpy and random. Called every step, so it must cost microseconds.
 
-    `torch.manual_seed` would visit every kind of device there is, which takes a hundred times longer.
+    `torch.manual_seed` visits every kind of device, which takes a hundred times longer.
     """
     seed = derive_seed(*parts)
     torch.default_generator.manual_seed(seed)

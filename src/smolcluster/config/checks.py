@@ -49,7 +49,7 @@ def _shape(config: Config) -> Iterator[Conflict]:
         named = re.findall(r"\w+", str(error))
         paths: list[KeyPath] = [("model", key) for key in type(model).model_fields if key in named]
         yield Conflict((*paths, ("model", "type")), f"model: {error}")
-    stages = config.strategy.said().get("layer_distribution")
+    stages = config.strategy.given().get("layer_distribution")
     if isinstance(stages, list) and config.task in (None, "gpt") and sum(stages) != model.num_layers:
         text = f"strategy.layer_distribution = {stages}: sums to {sum(stages)}, not to model.num_layers = "
         yield Conflict((("strategy", "layer_distribution"), ("model", "num_layers")), f"{text}{model.num_layers}")
@@ -168,7 +168,7 @@ def _links(cluster: ClusterConfig) -> Iterator[Conflict]:
 
 
 def _codec(config: Config) -> Iterator[Conflict]:
-    said = config.strategy.said()
+    said = config.strategy.given()
     if said.get("use_quantization") and (codec := said.get("codec")) not in (None, "int8"):
         text = f"strategy.codec = '{codec}': use_quantization: true means int8; leave one of them out"
         yield Conflict((("strategy", "codec"), ("strategy", "use_quantization")), text)
@@ -176,7 +176,7 @@ def _codec(config: Config) -> Iterator[Conflict]:
 
 def _options(config: Config) -> Iterator[Conflict]:
     """Validate the strategy's own options, without importing its code."""
-    record, said = find_record(config.strategy.name), config.strategy.said()
+    record, said = find_record(config.strategy.name), config.strategy.given()
     made = None if record is None else record.options_on(config.cluster.plane or record.planes[0])
     if made is None:
         return

@@ -1,7 +1,6 @@
 """The options of every built-in strategy: its part of the `strategy` section, with defaults. Nothing here imports torch.
 
-The section is made from these classes (`config/strategies.py`): the type of an option is what a file may hold, so bounds and
-spellings belong to it, as in `Count | None`.
+The section is made from these classes (`config/strategies.py`), so the type of an option has its bounds and spellings.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ class Options(BaseModel):
     """A strategy's part of the `strategy` section, with its defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    only_elastic: ClassVar[frozenset[str]] = frozenset()  # options without effect where members stay
-    only_mesh: ClassVar[frozenset[str]] = frozenset()  # and where they come and go
+    only_elastic: ClassVar[frozenset[str]] = frozenset()  # options without effect on the mesh plane
+    only_mesh: ClassVar[frozenset[str]] = frozenset()  # and on the elastic plane
 
     @classmethod
     def on(cls, plane: str | None) -> Mapping[str, FieldInfo]:
-        """The options that have an effect on this plane; None: on any."""
+        """Return the options that have an effect on this plane; None: on any."""
         unused = {"mesh": cls.only_elastic, "elastic": cls.only_mesh}.get(plane or "", frozenset())
         return {key: field for key, field in cls.model_fields.items() if key not in unused}
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """In the type of an option: the type that a file may hold, where it may hold more."""
+    """In the type of an option: the type in a configuration file, where that allows more."""
 
     type: Any
 
@@ -46,26 +45,26 @@ class CodecOptions(Options):
 
     codec: Codec = Field("fp32", description="how gradients are encoded on the wire")
     codec_fraction: Annotated[float, Field(gt=0.0, le=1.0), Number] = Field(
-        0.01, description="topk, randk: share of the numbers that travels"
+        0.01, description="topk, randk: share of the numbers that is sent"
     )
     codec_rank: Count = Field(2, description="powersgd: rank of the approximation")
     codec_k: Annotated[int, Field(ge=1, le=4096), Number] = Field(
-        64, description="blocktopk: numbers of each block of 4096 that travel"
+        64, description="blocktopk: numbers sent of each block of 4096"
     )
     codec_bits: Annotated[int, Field(ge=0, le=8), Number] = Field(
-        2, description="blocktopk: bits of a number that travels; 0: bf16"
+        2, description="blocktopk: bits of a number that is sent; 0: bf16"
     )
     use_quantization: bool = Field(False, description="8-bit gradients; the same as codec: int8")
 
 
 class ExchangeOptions(CodecOptions):
-    """Of strategies whose workers add up what each of them has: gradients, or how far it went."""
+    """Of strategies whose workers all-reduce gradients or pseudo-gradients."""
 
     only_elastic = frozenset({"step_timeout", *CodecOptions.model_fields})
-    bucket_mb: Positive = Field(25.0, description="gradients travel in buckets of this size")
+    bucket_mb: Positive = Field(25.0, description="size of a gradient bucket, in MiB")
     step_timeout: Positive | None = Field(
         None,
-        description="seconds a worker may compute while others wait, before it is evicted; null: by measured step times",
+        description="seconds that a worker may compute while others wait, until it is evicted; null: from measured step times",
     )
 
 
@@ -83,7 +82,7 @@ class Streaming(NamedTuple):
 
 
 class RoundOptions(ExchangeOptions):
-    """Of strategies whose workers take steps of their own between exchanges, under any name."""
+    """Of strategies with local steps between exchanges."""
 
     @property
     def steps_per_round(self) -> int:
@@ -95,14 +94,14 @@ class RoundOptions(ExchangeOptions):
 
 
 class LocalStepOptions(RoundOptions):
-    local_steps: Count = Field(10, description="steps that a worker takes by itself between two exchanges")
+    local_steps: Count = Field(10, description="local steps of a worker between two exchanges")
 
     @property
     def steps_per_round(self) -> int:
         return self.local_steps
 
 
-# Other options win over them.
+# Options that are set override them.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "lan": {"codec": "int4", "outer_lr": 0.7, "outer_momentum": 0.9},
     "wan": {"codec": "blocktopk", "codec_bits": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
@@ -116,17 +115,17 @@ class DiLoCoOptions(RoundOptions):
     preset: Annotated[Literal["lan", "wan"], Lower] | None = Field(
         None,
         description="lan: codec int4, outer Nesterov; wan: codec blocktopk with 2 bits, plain outer SGD of rate 1; "
-        "what else is set wins",
+        "other options override it",
     )
-    inner_steps: Count = Field(30, description="steps that a worker takes by itself between two exchanges")
-    outer_lr: Positive = Field(0.7, description="rate of the outer optimizer")
+    inner_steps: Count = Field(30, description="local steps of a worker between two exchanges")
+    outer_lr: Positive = Field(0.7, description="learning rate of the outer optimizer")
     outer_momentum: BelowOne = Field(0.9, description="momentum of the outer optimizer; 0: plain SGD")
     nesterov: bool = Field(True, description="Nesterov momentum in the outer optimizer")
     average: Annotated[Literal["senders", "all"], Lower] = Field(
         "senders", description="blocktopk: a number is averaged over the workers that sent it, or over all"
     )
     feedback_decay: Fraction = Field(
-        0.95, description="lossy codecs: share of what was not sent that is added to the next round"
+        0.95, description="lossy codecs: share of the encoding error that is added to the next round"
     )
     fragments: Count = Field(
         1, description="pieces of strided layers that are exchanged in turn, each once in inner_steps steps"
@@ -138,9 +137,9 @@ class DiLoCoOptions(RoundOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, said: Any) -> Any:
-        preset = said.get("preset") if isinstance(said, dict) else None
-        return {**PRESETS.get(preset.lower(), {}), **said} if isinstance(preset, str) else said
+    def _preset(cls, given: Any) -> Any:
+        preset = given.get("preset") if isinstance(given, dict) else None
+        return {**PRESETS.get(preset.lower(), {}), **given} if isinstance(preset, str) else given
 
     @field_validator("codec")
     @classmethod
@@ -176,7 +175,7 @@ class AllReduceOptions(ExchangeOptions):
     only_elastic = frozenset({"on_stale"}) | ExchangeOptions.only_elastic
     staleness_bound: Natural = Field(0, description="averaged gradients in flight; 0: synchronous")
     on_stale: Annotated[Literal["drop", "stop"], Lower] = Field(
-        "drop", description="gradients that come too late to count: drop them, or stop this worker"
+        "drop", description="gradients that arrive too late to count: drop them, or stop this worker"
     )
 
 
@@ -189,35 +188,35 @@ _Stage = Annotated[int, Field(ge=0, le=3), Number]
 _StageOrName = Annotated[
     _Stage | Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"], BeforeValidator(_stage_name)
 ]
-Stage = Annotated[_Stage, Written(_StageOrName)]  # of ZeRO, or the name that FSDP gives to it
+Stage = Annotated[_Stage, Written(_StageOrName)]  # of ZeRO, or its name in FSDP
 
 
 class ShardOptions(Options):
-    """Of strategies that cut up optimizer state, gradients and parameters along the data axis (ZeRO)."""
+    """Of strategies that shard optimizer state, gradients and parameters along the data axis (ZeRO)."""
 
     fsdp_stage: Stage = Field(
-        3, description="ZeRO stage: what is cut up; 0 nothing, 3 all; HYBRID_SHARD: stage 3 with shard_size node"
+        3, description="ZeRO stage: what is sharded; 0 nothing, 3 all; HYBRID_SHARD: stage 3 with shard_size node"
     )
     shard_size: Count | Annotated[Literal["node"], Lower] | None = Field(
-        None, description="hybrid: workers that share one set of pieces; node: those of a machine; null: all of them"
+        None, description="hybrid: workers that share one set of shards; node: those of a machine; null: all of them"
     )
-    bucket_mb: Positive = Field(25.0, description="stages 0, 1: gradients travel in buckets of this size")
+    bucket_mb: Positive = Field(25.0, description="stages 0, 1: size of a gradient bucket, in MiB")
     param_dtype: Dtype | None = Field(
-        None, description="type that parameters are handed out and used in; null: training.precision, in stage 1 fp32"
+        None, description="dtype in which parameters are sent and used; null: training.precision, in stage 1 fp32"
     )
-    reduce_dtype: Dtype | None = Field(None, description="stages 2, 3: type that gradients are averaged in; null: fp32")
-    buffer_dtype: Dtype | None = Field(None, description="stages 2, 3: type of buffers; null: as the model has them")
-    cpu_offload: bool = Field(
-        False, description="stages 2, 3 on a GPU: pieces and optimizer state live in the memory of the machine"
+    reduce_dtype: Dtype | None = Field(
+        None, description="stages 2, 3: dtype in which gradients are averaged; null: fp32"
     )
+    buffer_dtype: Dtype | None = Field(None, description="stages 2, 3: dtype of buffers; null: that of the model")
+    cpu_offload: bool = Field(False, description="stages 2, 3 on a GPU: keep shards and optimizer state in CPU memory")
     prefetch: Natural = Field(1, description="stage 3: blocks that are gathered ahead of the one in use")
 
     @model_validator(mode="before")
     @classmethod
-    def _hybrid(cls, said: Any) -> Any:
-        if isinstance(said, dict) and said.get("fsdp_stage") == "HYBRID_SHARD":
-            return {"shard_size": "node"} | said | {"fsdp_stage": 3}
-        return said
+    def _hybrid(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("fsdp_stage") == "HYBRID_SHARD":
+            return {"shard_size": "node"} | given | {"fsdp_stage": 3}
+        return given
 
 
 class FSDPOptions(ShardOptions, AllReduceOptions):
@@ -227,56 +226,58 @@ class FSDPOptions(ShardOptions, AllReduceOptions):
 
 class ElasticFSDPOptions(FSDPOptions):
     fsdp_stage: Stage = Field(1, description="0: all-reduce on full replicas; 1: optimizer states sharded")
-    bucket_mb: Positive = Field(25.0, description="gradients travel in buckets of this size")
+    bucket_mb: Positive = Field(25.0, description="size of a gradient bucket, in MiB")
 
 
 class PipelineOptions(Options):
     schedule: str = Field("1f1b", description=f"one of {', '.join(SCHEDULES)}")
     num_microbatches: Count | None = Field(
         None,
-        description="of a batch, which they must divide; null: as many as divide it, up to twice the stages",
+        description="micro-batches of a batch, whose size they must divide; null: the most that do, up to twice the stages",
     )
-    stages_per_rank: Count = Field(2, description="interleaved, zero-bubble: pieces of the model on each rank")
+    stages_per_rank: Count = Field(2, description="interleaved, zero-bubble: stages on each rank")
     layer_distribution: list[Count] | Auto | None = Field(
         None, description="layers of each stage; auto: by measured speed and memory; null: evenly"
     )
     draw_schedule: bool = Field(
-        False, description="write schedule.svg into the run directory: who computed what when, in one step"
+        False, description="write schedule.svg, the timeline of one step, into the run directory"
     )
 
 
 class TensorOptions(Options):
-    sequence_parallel: bool = Field(True, description="the stream between layers is cut along the sequence")
+    sequence_parallel: bool = Field(True, description="shard the residual stream between layers along the sequence")
     tp: Count | None = Field(None, description="ranks that share a layer; null: all")
 
 
 class MeshOptions(PipelineOptions, ShardOptions):
-    fsdp_stage: Stage = Field(0, description="ZeRO stage along dp: what is cut up; 0 nothing, 3 all")
-    dp: Count | None = Field(None, description="data shards; null: what tp and pp leave")
-    tp: Count = Field(1, description="ranks that share each layer")
-    sequence_parallel: bool = Field(True, description="the stream between layers is cut along the sequence")
-    pp: Count = Field(1, description="ranks that layers are dealt out to")
-    cp: Count = Field(1, description="ranks that have a piece of each sequence")
+    fsdp_stage: Stage = Field(0, description="ZeRO stage along dp: what is sharded; 0 nothing, 3 all")
+    dp: Count | None = Field(None, description="data-parallel ranks; null: the ranks that tp, pp and cp leave")
+    tp: Count = Field(1, description="tensor-parallel ranks, which share each layer")
+    sequence_parallel: bool = Field(True, description="shard the residual stream between layers along the sequence")
+    pp: Count = Field(1, description="pipeline-parallel ranks, which have different layers")
+    cp: Count = Field(1, description="context-parallel ranks, which share each sequence")
 
 
 class ServedOptions(CodecOptions):
     """Of strategies with a parameter server."""
 
     worker_update_interval: Count = Field(10, description="steps between pulls of the server's weights")
-    bucket_mb: Positive = Field(4.0, description="gradients travel in buckets of this size")
+    bucket_mb: Positive = Field(4.0, description="size of a gradient bucket, in MiB")
 
 
 class SyncPSOptions(ServedOptions):
     worker_update_interval: Count = Field(4, description="steps between pulls of the server's weights")
-    polyak_alpha: Fraction = Field(1.0, description="share of the server's weights in a pull")
+    polyak_alpha: Fraction = Field(
+        1.0, description="weight of the server's weights in a pull; the rest is the worker's"
+    )
     timeout: Positive = Field(10.0, description="seconds to wait for the others after the first gradient of a step")
 
 
 class EDPOptions(ServedOptions):
     staleness_weighting: Annotated[Literal["inverse", "none"], Lower] = Field(
-        "inverse", description="inverse: a gradient s versions old counts 1/(1+s); none: all count alike"
+        "inverse", description="inverse: a gradient s versions old has weight 1/(1+s); none: all have weight 1"
     )
     staleness_bound: Natural | None = Field(None, description="refuse gradients older than this; null: any age counts")
     server_batch: Count | None = Field(
-        None, description="samples that make a step of the server; null: what all live workers read in one step"
+        None, description="samples in an update of the server; null: those that all live workers read in one step"
     )

@@ -1,8 +1,8 @@
-"""Everything a user may say, in one schema.
+"""The schema of the configuration.
 
-A `Config` is what a run starts from: YAML files and command-line overrides merge into it (`load.py`). `None` means
-automatic; `resolve.py` turns what it can into numbers before anything starts, so that `config.yaml` in the run
-directory says what really ran. The field descriptions are the reference documentation (`tools/reference.py`).
+YAML files and command-line overrides merge into a `Config` (`load.py`). `None` means automatic; `resolve.py` replaces it by a
+value before the run starts where it can, and `config.yaml` in the run directory has the result. The field descriptions are the
+reference documentation (`tools/reference.py`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ else:
 
 
 def _dataset_name(value: Any) -> Any:
-    """`MNIST` is mnist; the names of other people's datasets keep their case."""
+    """Lower the case of built-in names."""
     return value if isinstance(value, str) and value.startswith("hf:") else lower(value)
 
 
 def _best(value: Any) -> Any:
-    """`accuracy max`, `{accuracy: max}` and `[accuracy, max]` as `accuracy, max`; for some names the direction is plain."""
+    """Read `accuracy max`, `{accuracy: max}` or `[accuracy, max]` as `accuracy, max`; some names imply the direction."""
     if isinstance(value, dict) and len(value) == 1:
         value = next(iter(value.items()))
     words = value.replace(",", " ").split() if isinstance(value, str) else value
@@ -61,7 +61,7 @@ def split_best(best: str) -> tuple[str, str]:
 
 
 class Section(BaseModel):
-    """A part of the configuration. Unknown keys are errors: a misspelt option must not be ignored."""
+    """A part of the configuration. Unknown keys are errors."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -73,7 +73,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Which network, and its shape."""
+    """The model and its shape."""
 
     type: Annotated[ModelType, Lower] = Field(
         "gpt", description="an architecture of a decoder-only transformer; SimpleNN: a two-layer classifier"
@@ -90,7 +90,7 @@ class ModelConfig(Section):
     )
     dropout: BelowOne = Field(0.0, description="dropout probability")
     max_seq_len: Count = Field(128, description="context length in tokens")
-    vocab_size: Count | None = Field(None, description="null: what the tokenizer has")
+    vocab_size: Count | None = Field(None, description="size of the vocabulary; null: that of the tokenizer")
     position: Annotated[Literal["learned", "rotary"], Lower] = Field(
         "learned", description="learned: GPT-2; rotary: Llama"
     )
@@ -115,22 +115,22 @@ class ModelConfig(Section):
 
 
 class TrainingConfig(Section):
-    """How long and how fast to learn."""
+    """Batches, steps, optimizer, evaluation and checkpoints."""
 
     batch_size: Count | None = Field(
         None,
-        description="samples that a worker works on in a micro-step; null: 4096 tokens' worth, at most 32 "
+        description="samples of a worker in a micro-step; null: 4096 tokens, at most 32 samples "
         "(32 at length 128, 16 at 256); 32 for SimpleNN",
     )
     epochs: Count | None = Field(
         None,
         description="passes over the data; null: 30 for WikiText, 20 for SNLI, 2 for MNIST, else 1. "
-        "Ignored when steps is set, unless only epochs are said on the command line",
+        "Ignored when steps is set, unless only epochs is set on the command line",
     )
-    steps: Count | None = Field(None, description="optimizer steps; wins over epochs")
+    steps: Count | None = Field(None, description="optimizer steps; overrides epochs")
     optimizer: Annotated[Literal["adamw", "sgd", "muon"], Lower] = Field(
         "adamw",
-        description="adamw; sgd with momentum; muon for the matrices of hidden layers, with adamw for all else",
+        description="adamw; sgd with momentum; muon for the matrices of hidden layers and adamw for all others",
     )
     learning_rate: Positive = Field(6e-4, description="peak learning rate")
     weight_decay: NonNegative = Field(0.01, description="decoupled decay of matrices; vectors are never decayed")
@@ -139,27 +139,26 @@ class TrainingConfig(Section):
     grad_clip_norm: NonNegative | None = Field(1.0, description="clip the global gradient norm; null or 0: off")
     grad_accumulation: Count = Field(1, description="micro-batches per optimizer step")
     eval_steps: Natural | None = Field(
-        200, description="evaluate every so many steps and at the end; null or 0: only at the end"
+        200, description="steps between evaluations; there is one at the end too; null or 0: only at the end"
     )
     eval_samples: Count | None = Field(
         None,
-        description="evaluate on the first so many validation samples: the same for every strategy, number of workers and "
-        "batch size; null: all of them",
+        description="number of validation samples, from the first on: the same ones for every strategy, number of workers "
+        "and batch size; null: all of them",
     )
-    eval_batches: Count | None = Field(None, description="the former eval_samples, in batches of batch_size samples")
+    eval_batches: Count | None = Field(None, description="deprecated: eval_samples in batches of batch_size samples")
     best: Annotated[str, BeforeValidator(_best)] = Field(
         "loss, min",
-        description="the metric of the validation set that the best checkpoint is chosen by, and whether its least or its "
-        "greatest value is the best: accuracy, max",
+        description="validation metric that chooses the best checkpoint, and min or max, such as: accuracy, max",
     )
     checkpoint_steps: Natural | None = Field(
-        None, description="save every so many steps and at the end; null: every eval_steps; 0: never, nor at the end"
+        None, description="steps between checkpoints; there is one at the end too; null: eval_steps; 0: none at all"
     )
     sharded_checkpoints: bool = Field(
         True,
-        description="a worker that has a part of the model saves it, if all see the run directory; false: rank 0 saves all",
+        description="each worker saves its part of the model, if all share the run directory; false: rank 0 saves all",
     )
-    max_checkpoints_to_keep: Count = Field(3, description="keep the last so many, and the best")
+    max_checkpoints_to_keep: Count = Field(3, description="number of latest checkpoints to keep, besides the best")
     track_gradients: bool = Field(False, description="log the gradient norm of every parameter")
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Lower] = Field(
         "fp32", description="compute type of forward and backward; weights stay fp32"
@@ -168,10 +167,10 @@ class TrainingConfig(Section):
     compile: bool = Field(False, description="torch.compile the model")
     profile: str | None = Field(
         None,
-        description="write a profile of these steps into the run directory: 10, or the first and the last as 10:13",
+        description="steps whose profile is written into the run directory: 10, or the first and the last as 10:13",
     )
     profile_ranks: list[Natural] = Field(default=[0], description="ranks that are profiled")
-    device: str | None = Field(None, description="cpu, cuda, cuda:1, mps; null: the best one here")
+    device: str | None = Field(None, description="cpu, cuda, cuda:1, mps; null: the best available")
     seed: Seed | None = Field(None, description="null: cluster.seed, or 42")
 
 
@@ -183,86 +182,85 @@ class ScheduleConfig(Section):
 
 
 class DataConfig(Section):
-    """What is learned from."""
+    """The dataset and its tokenizer."""
 
     name: Annotated[str, BeforeValidator(_dataset_name)] = Field(
         "embedded", description="embedded, mnist, wikitext, wikitext-103, snli, text, or hf:OWNER/NAME"
     )
     root: str | None = Field(
-        None, description="folder (or file, for text) that holds the data; null: the cache folder, with a download"
+        None, description="folder (or file, for text) with the data; null: the cache folder, with a download"
     )
     tokenizer: str | None = Field(
         None,
-        description="bytes, chars, gpt2, or a path to tokenizer.json; null: bytes for embedded and text, gpt2 else",
+        description="bytes, chars, gpt2, or a path to tokenizer.json; null: bytes for embedded and text, else gpt2",
     )
     tokenizer_root: str | None = Field(
         None,
         description="folder with encoder.json and vocab.bpe, or tokenizer.json; null: data.root, then the cache folder",
     )
     cache_dir: str | None = Field(
-        None, description="where downloads and token files live; null: the user's cache folder"
+        None, description="folder for downloads and token files; null: the user's cache folder"
     )
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0), Number] = Field(
-        0.1, description="share held out for validation where the data has no split of its own"
+        0.1, description="share held out for validation where the dataset has no validation split"
     )
-    download: bool = Field(True, description="fetch missing files; false: fail instead")
+    download: bool = Field(True, description="download missing files; false: fail instead")
 
 
 class LoggingConfig(Section):
-    """Where numbers and logs go, besides the run directory."""
+    """Metrics and logs, besides those in the run directory."""
 
     project_name: str | None = Field(
         None, description="W&B project; null: smolcluster-gpt-wikitext2 for gpt on WikiText-2, else smolcluster"
     )
     log_interval: Count = Field(10, description="steps between logged rows")
-    sample_tokens: Natural = Field(200, description="tokens of text that the trained model writes at the end; 0: none")
+    sample_tokens: Natural = Field(200, description="tokens of sample text that are generated at the end; 0: none")
     wandb: bool = Field(False, description="log to Weights & Biases (offline when no key is set)")
     tensorboard: bool = Field(False, description="write TensorBoard event files into the run directory")
     loki_url: str | None = Field(
         None,
         repr=False,
-        description="push logs to this Loki server, such as http://127.0.0.1:3100; a login is better given in "
+        description="push logs to this Loki server, such as http://127.0.0.1:3100; put a login into "
         "SMOLCLUSTER_LOKI_AUTH",
     )
     prometheus_port: Port | None = Field(
-        None, description="serve metrics of every process for Prometheus, from this port on; null or 0: off"
+        None, description="first port for Prometheus metrics: one for each process; null or 0: off"
     )
     prometheus_host: str = Field("127.0.0.1", description="address that the metrics are served on")
     level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Upper] = Field(
-        "INFO", description="least level that is written"
+        "INFO", description="lowest level that is logged"
     )
 
 
 class HostConfig(Section):
-    """One machine of a cluster, for `smolcluster up`. An address alone will do: `pi5: 192.168.1.20`."""
+    """One machine of a cluster, for `smolcluster up`. An address is enough: `pi5: 192.168.1.20`."""
 
-    address: str | None = Field(
-        None, description="where ssh finds it; null: its name; local: this machine, without ssh"
-    )
+    address: str | None = Field(None, description="ssh address; null: its name; local: this machine, without ssh")
     port: Annotated[int, Field(ge=1, le=65535), Number] | None = Field(
-        None, description="of ssh; null: as ~/.ssh/config says, or 22"
+        None, description="ssh port; null: from ~/.ssh/config, or 22"
     )
-    user: str | None = Field(None, description="null: as ~/.ssh/config says, or yours")
-    key: str | None = Field(None, description="private key file; null: ~/.ssh/config, the agent, the usual files")
-    via: str | None = Field(None, description="another host of the cluster, through which ssh reaches this one")
+    user: str | None = Field(None, description="ssh user; null: from ~/.ssh/config, or yours")
+    key: str | None = Field(None, description="private key file; null: ~/.ssh/config, the agent, the default files")
+    via: str | None = Field(None, description="another host of the cluster, as jump host of ssh")
     workers: Annotated[int, Field(ge=0, le=1024), Number] = Field(
         1, description="workers on this machine; 0: none, only the server"
     )
-    device: str | None = Field(None, description="cpu, cuda, mps; null: the best one there")
+    device: str | None = Field(None, description="cpu, cuda, mps; null: the best available")
     batch_size: Count | Auto | None = Field(None, description="per worker here; null: training.batch_size")
     buffer_size: Count | None = Field(None, description="socket buffer in bytes")
     server_address: str | None = Field(
-        None, description="where this machine reaches the server; null: by a common link, else the server's address"
+        None, description="address of the server from this machine; null: on a common link, else the server's address"
     )
     python: str | None = Field(
-        None, description="Python there, 3.11 or newer; one that has torch and all else is used as it is; null: python3"
+        None,
+        description="its Python, 3.11 or newer; used as it is if it has torch and all other packages; null: python3",
     )
     environment: dict[str, str] = Field(default_factory=dict, description="environment variables of its processes")
-    folder: str = Field("~/.smolcluster", description="where code, environment and runs are kept there")
+    folder: str = Field("~/.smolcluster", description="its folder for code, environment and runs")
 
 
 class LinkConfig(Section):
-    """A network between some of the machines: one subnet for each physical link."""
+    """A network between some of the machines: one subnet per physical link."""
 
     subnet: str | None = Field(None, description="such as 10.10.0.0/24; null: any")
     hosts: dict[str, str] = Field(default_factory=dict, description="host -> its address on this link")
@@ -272,30 +270,28 @@ class RunConfig(Section):
     """What `smolcluster up` runs on the cluster."""
 
     train: str | list[str] = Field(
-        "gpt", description="what `train` would take: built-in names, YAML files, a task as file.py:Class"
+        "gpt", description="arguments of `train`: built-in names, YAML files, a task as file.py:Class"
     )
     files: list[str] = Field(
-        default_factory=list, description="files and folders to take along, relative to the cluster file"
+        default_factory=list, description="files and folders to copy to the machines, relative to the cluster file"
     )
     elastic: str | None = Field(
-        None, description="MIN:MAX, mesh plane: start again from the last checkpoint when a worker dies"
+        None, description="MIN:MAX, mesh plane: restart from the last checkpoint when a worker dies"
     )
     serve: str | None = Field(
         None,
-        description="serve this model instead of training: what `serve` takes; a path is one of the server's machine, and "
-        "relative to the cluster file where that is this one; every worker holds layers",
+        description="serve this model instead of training: the argument of `serve`; a path is on the server's machine, "
+        "relative to the cluster file if that is this machine; every worker has some of the layers",
     )
-    stages: Count | None = Field(
-        None, description="serve: parts that the layers are cut into; null: workers / replicas"
-    )
-    replicas: Count = Field(1, description="serve: workers that hold each part alike")
-    layers: str | None = Field(None, description="serve: layers of each part, as 10,10,10, or auto; null: evenly")
+    stages: Count | None = Field(None, description="serve: number of pipeline stages; null: workers / replicas")
+    replicas: Count = Field(1, description="serve: workers with the same stage")
+    layers: str | None = Field(None, description="serve: layers of each stage, as 10,10,10, or auto; null: evenly")
     bind: str = Field("127.0.0.1", description="serve: address of the page and the API on the server's machine")
     page_port: Port = Field(5050, description="serve: port of the page")
 
 
 def _host(value: Any) -> Any:
-    """`pi5: 192.168.1.20` is its address; `pi5:` alone is all by default."""
+    """Read `pi5: 192.168.1.20` as its address, and `pi5:` as all defaults."""
     return {} if value is None else {"address": value} if isinstance(value, str) else value
 
 
@@ -303,9 +299,9 @@ Host = Annotated[HostConfig, BeforeValidator(_host)]
 
 
 class ClusterConfig(Section):
-    """Which machines, and how they reach each other."""
+    """The machines and how they connect."""
 
-    name: str | None = Field(None, description="of the cluster, for `status` and tmux; null: the name of its file")
+    name: str | None = Field(None, description="name of the cluster, for `status` and tmux; null: that of its file")
     hosts: dict[str, Host] = Field(
         default_factory=dict, description="machines for `smolcluster up`, by name; see below"
     )
@@ -323,34 +319,34 @@ class ClusterConfig(Section):
     num_workers: Count | None = Field(None, description="null: as many as workers lists, or 1")
     batch_size: Auto | dict[str, Count | Auto] = Field(
         default_factory=dict,
-        description="per host, where it differs from training.batch_size; auto, for one host or for all: fitted to "
-        "measured speed, so that all finish a step together",
+        description="per host, where it differs from training.batch_size; auto, for one host or for all: by measured speed, "
+        "so that all finish a step at the same time",
     )
     buffer_size: dict[str, Count] = Field(default_factory=dict, description="socket buffer in bytes, per host")
-    token: str | None = Field(None, repr=False, description="shared secret; better given in SMOLCLUSTER_TOKEN")
+    token: str | None = Field(None, repr=False, description="shared secret; better set SMOLCLUSTER_TOKEN")
     standby: bool = Field(
         True,
-        description="keep a second server process ready (about 250 MB), with train --elastic one for every worker: who dies "
-        "is back seconds sooner",
+        description="keep a second server process ready (about 250 MB), with train --elastic one per worker: replacing a "
+        "dead process takes seconds less",
     )
     silence_timeout: Positive = Field(
         1.75,
-        description="elastic: seconds without a heartbeat before others go on without a process; raise it where healthy "
-        "processes are starved for longer, as on overloaded machines",
+        description="elastic: seconds without a heartbeat until others continue without a process; raise it on overloaded "
+        "machines, where healthy processes are silent for longer",
     )
     stall_timeout: Positive = Field(
         10.0,
-        description="elastic: seconds that a process may be silent while its machine still answers, as in a call that holds "
-        "the GIL, before its links end; others go on without it sooner",
+        description="elastic: seconds without a heartbeat until the links of a process are closed while its machine still "
+        "answers, as in a call that holds the GIL; others continue without it before",
     )
     join_timeout: Positive = Field(
         120.0, description="mesh: seconds that ranks, or launchers of --elastic, wait for each other at the start"
     )
-    seed: Seed | None = Field(None, description="as in the cluster files; training.seed wins")
+    seed: Seed | None = Field(None, description="as in the cluster files; training.seed overrides it")
 
 
 class _Named(Section):
-    name: str = Field(DEFAULT, description=f"see `smolcluster strategies`; on one worker and not said: {ALONE}")
+    name: str = Field(DEFAULT, description=f"see `smolcluster strategies`; default on one worker: {ALONE}")
 
 
 if TYPE_CHECKING:
@@ -360,25 +356,24 @@ else:
 
 
 class StrategyConfig(_WithOptions):
-    """Which algorithm, and its options.
+    """The algorithm and its options.
 
-    Each strategy reads its own. An option of another strategy has no effect and is warned of; one that no strategy has is
-    refused. (mesh) and (elastic): on that plane only.
+    An option of another strategy has no effect, with a warning; unknown options are errors. (mesh) and (elastic): on that plane
+    only.
     """
 
     reduce_bucket_size: Count | None = Field(
-        None, description="DeepSpeed's key for bucket_mb: the size of a bucket in numbers, of four bytes each"
+        None, description="DeepSpeed's key for bucket_mb: numbers in a bucket, of four bytes each"
     )
-    inner_steps: Count | None = Field(None, description="for strategies that are still to come: no effect yet")
     options: dict[str, Any] = Field(
-        default_factory=dict, description="of a strategy from another package; the same as beside its name"
+        default_factory=dict, description="options of a strategy from another package; they may also stand beside name"
     )
 
-    def said(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
         """Return the options that are set, by name."""
         return self.model_dump(exclude={"name", "options"}, exclude_none=True) | self.options
 
-    def saying(self, options: Mapping[str, Any], *, name: str | None = None) -> Self:
+    def with_options(self, options: Mapping[str, Any], *, name: str | None = None) -> Self:
         """Return a copy with these options set; None: leave it."""
         fields = type(self).model_fields
         kept = {key: value for key, value in self.options.items() if key not in options}
@@ -388,7 +383,7 @@ class StrategyConfig(_WithOptions):
 
 
 def _section(kind: type[Section]) -> Any:
-    """A section that may be left out; its docstring's first line is its description."""
+    """Make a section optional; the first line of its docstring is its description."""
     return Field(default_factory=kind, description=(kind.__doc__ or "").splitlines()[0])
 
 

@@ -132,7 +132,7 @@ _RECORDS = (
     Record(
         name="fsdp",
         algorithm="FSDP",
-        summary="ZeRO 0-3 and hybrid: optimizer state, gradients and parameters cut up among the workers",
+        summary="ZeRO 0-3 and hybrid: optimizer state, gradients and parameters sharded over the workers",
         where={"mesh": f"{_HERE}.fsdp:FSDP", "elastic": f"{_HERE}.fsdp:FSDP"},
         options={"mesh": FSDPOptions, "elastic": ElasticFSDPOptions},
         code_for=_sharded,

@@ -41,7 +41,7 @@ def check_finite(broken: str | None, *, step: int) -> None:
     if broken is not None:
         raise SmolclusterError(
             f"the run ended at step {step} with NaN or infinite values in {broken}; go back to an earlier checkpoint with "
-            "--resume, look at the data, or lower training.learning_rate"
+            "--resume, check the data, or lower training.learning_rate"
         )
 
 

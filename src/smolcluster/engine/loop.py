@@ -231,7 +231,7 @@ class Loop:
         now, before = sum(self.context.samples_per_step), self._reader.position / max(1, snapshot.step)
         if self.context.seat.rank == 0 and snapshot.step and self._reader.position and now != before:
             self.context.warn(f"a step reads {now} samples, and before the checkpoint it read {before:g}")
-        samples = self._share(self._reader.position) if self.context.tells else 0
+        samples = self._share(self._reader.position) if self.context.reports_samples else 0
         self.step = snapshot.step
         self.record.samples, self.record.tokens = samples, samples * self.task.tokens_per_sample
         self.record.best.load_state_dict(state)

@@ -108,7 +108,7 @@ class RunRecord:
             metrics=dict(self.last_evaluation),
             info=self._info,
             extra=copy(extra) if extra else {},
-            wholes=state.wholes,
+            full_shapes=state.full_shapes,
             part=self._context.seat.rank,
         )
 

@@ -26,7 +26,7 @@ from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.checkpoint.async_saver import Saver, Store
 from smolcluster.engine.checkpoint.lazy_tensors import StoredTensors
 from smolcluster.engine.checkpoint.safetensors_writer import weights_sha256
-from smolcluster.engine.checkpoint.sharded_save import LeadStore, PartStore, all_see
+from smolcluster.engine.checkpoint.sharded_save import LeadStore, PartStore, is_shared
 from smolcluster.engine.checkpoint.snapshot import (
     Snapshot,
     check_compatible,
@@ -68,7 +68,7 @@ class Worker(Role):
     """One rank. The methods are its phases, in order."""
 
     saver: Saver | None = None
-    bulletin: Notes | None = None
+    notes: Notes | None = None
     watch: LivenessMonitor | None = None
     found: Snapshot | None = None  # the checkpoint to resume from, where this rank has read it
     drawing: Drawing | None = None  # of the pipeline schedule
@@ -174,8 +174,8 @@ class Worker(Role):
 
     def _save_what_is_under_way(self) -> None:
         """Stop waiting for the checkpoint part of a lost rank."""
-        if self.bulletin is not None:
-            self.bulletin.close()
+        if self.notes is not None:
+            self.notes.close()
         if self.saver is not None:
             self.saver.close()
 
@@ -248,8 +248,8 @@ class Worker(Role):
         )
         strategy = self.strategy_class(self.options, self.context)
         strategy.setup(self.task)
-        self.bulletin = self._find_bulletin(strategy)
-        saves_parts = self.bulletin is not None
+        self.notes = self._find_notes(strategy)
+        saves_parts = self.notes is not None
         self.saver = None
         if training.checkpoint_steps != 0 and (self.lead or saves_parts):
             self.saver = self._make_saver(strategy, saves_parts=saves_parts, again=self.spec.again)
@@ -279,28 +279,28 @@ class Worker(Role):
             profiler=self._make_profiler(last_step=total_steps),
         )
 
-    def _find_bulletin(self, strategy: Strategy[Options]) -> Notes | None:
+    def _find_notes(self, strategy: Strategy[Options]) -> Notes | None:
         """Return the notes for sharded saves, if the strategy shards the model and every rank sees the run directory."""
         training, group = self.config.training, self.group
         if training.checkpoint_steps == 0 or not training.sharded_checkpoints or group.size == 1:
             return None
         name = gather_json(group, secrets.token_hex(8))[0]
-        bulletin = group.notes(name)
-        if bulletin is None or strategy.state("rank").wholes is None:
+        notes = group.notes(name)
+        if notes is None or strategy.state("rank").full_shapes is None:
             return None
-        if not all_see(group, self.run_dir.checkpoints):
+        if not is_shared(group, self.run_dir.checkpoints):
             if self.lead:
                 self._warn("not every rank sees the run directory of rank 0, which saves all of the model by itself")
             return None
-        return bulletin
+        return notes
 
     def _make_store(self) -> Store:
         store = super()._make_store()
-        if self.bulletin is None:
+        if self.notes is None:
             return store
         if self.lead:
-            return LeadStore(self.store, self.bulletin, size=self.spec.world_size)
-        return PartStore(self.store.folder, self.bulletin, rank=self.spec.rank)
+            return LeadStore(self.store, self.notes, size=self.spec.world_size)
+        return PartStore(self.store.folder, self.notes, rank=self.spec.rank)
 
     def _resume(self) -> None:
         """Load the checkpoint: from its files if every rank sees them, else broadcast by the lead rank."""
@@ -400,7 +400,7 @@ class Worker(Role):
         if not loop.interrupted:
             broken = not_finite(weights) if weights is not None else None
             check_finite(gather_json(self.group, broken)[0], step=loop.step)
-        batch_samples = self.counts[self.seat.shard or 0] if self.context.tells else 0
+        batch_samples = self.counts[self.seat.shard or 0] if self.context.reports_samples else 0
         mine = loop.record.report(loop.step, batch_samples=batch_samples, skipped=loop.strategy.replica.skipped)
         if self.watch is not None:
             self.watch.done()

@@ -179,7 +179,7 @@ def choose_plane(config: Config) -> str:
         )
     if said is not None:
         return said
-    return "elastic" if config.strategy.said().get(record.elastic_option) else record.planes[0]
+    return "elastic" if config.strategy.given().get(record.elastic_option) else record.planes[0]
 
 
 def task_name(config: Config) -> str:

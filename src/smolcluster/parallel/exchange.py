@@ -89,7 +89,7 @@ class GradientExchange:
             self._combination.wait(0)
             self._combination.give(Committed(0, 0))
 
-    def hand_out(self) -> None:
+    def send_updates(self) -> None:
         """Distribute the updated parameters."""
         if self._combination is not None:
             self._combination.complete()

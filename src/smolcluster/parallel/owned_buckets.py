@@ -219,12 +219,12 @@ class OwnedBuckets(Combination):
         mine = {n: t for n, t in weights.items() if self._saves(parameters[n])}
         if in_boxes:
             kinds, kept = {"weights": weights, "optimizer": optimizer}, {"weights": mine, "optimizer": optimizer}
-            wholes = {kind: {n: list(t.shape) for n, t in tensors.items()} for kind, tensors in kinds.items()}
+            full_shapes = {kind: {n: list(t.shape) for n, t in tensors.items()} for kind, tensors in kinds.items()}
             boxes = {
                 kind: {box_name(n, (0,) * t.ndim): t for n, t in tensors.items() if t.numel()}
                 for kind, tensors in kept.items()
             }
-            return {**boxes, "wholes": wholes}
+            return {**boxes, "full_shapes": full_shapes}
         if self._lower is not None:
             weights = collect_tensors(group, mine)
         return {"weights": weights, "optimizer": collect_tensors(group, dict(optimizer))}

@@ -19,7 +19,7 @@ from smolcluster.comm.contributions import Contributions
 from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Group, Work, gather_json
 from smolcluster.comm.rounds import Combination, Committed
-from smolcluster.compute.optim import named_state, put_named_state
+from smolcluster.compute.optim import named_state, update_named_state
 from smolcluster.compute.replica import Replica
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.shards import backed_up_by, backup_of, owners, providers
@@ -124,7 +124,7 @@ class OwnedSum(Combination):
                 flat = torch.empty(sum(t.nbytes for t in tensors), dtype=torch.uint8)
                 self._group.recv(flat, source=source).wait()
                 _spread(flat, [t.reshape(-1).view(torch.uint8) for t in tensors])
-                put_named_state(
+                update_named_state(
                     self._replica.model,
                     self._replica.optimizer,
                     {key: tensor for (key, _, _), tensor in zip(rows, tensors, strict=True)},

@@ -18,7 +18,7 @@ from smolcluster.comm.group import Group, gather_json
 from smolcluster.comm.sharded import gradient, whole
 from smolcluster.compute.device import synchronize
 from smolcluster.compute.precision import autocast
-from smolcluster.compute.replica import Batch, to_device, zero_of
+from smolcluster.compute.replica import Batch, to_device, zero_from
 from smolcluster.config.options import PipelineOptions
 from smolcluster.errors import UserError, unknown_name
 from smolcluster.parallel.exchange import everything_in
@@ -216,7 +216,7 @@ class Pipe:
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
         share = None if self._shares is None else self._shares[int(number)]
         if share == 0:  # a mean over nothing is NaN
-            return zero_of([output])
+            return zero_from([output])
         loss = self._task.loss(Answering(output), self._microbatch(self._part, int(number)))
         if share is None:
             self._losses.append(whole(loss.detach()))

@@ -16,7 +16,7 @@ from smolcluster.engine.run_length import last_step
 from smolcluster.errors import UserError
 from smolcluster.observe.text import size
 from smolcluster.planner.candidates import as_configured
-from smolcluster.planner.forecast import SeatMemory, Subject, forecast, limit_per_rank, nodes_of
+from smolcluster.planner.forecast import SeatMemory, Workload, forecast, limit_per_rank, nodes_of
 from smolcluster.planner.memory_estimate import Activations, samples_per_step
 from smolcluster.strategies.registry import find_strategy, not_used, read_options
 from smolcluster.tasks.find import find_task
@@ -38,8 +38,8 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     counts = samples_per_step(config, nodes, seats)
     check_enough_samples(samples, counts)
     steps = last_step(config.training, samples=samples, batch=sum(counts))
-    subject = Subject.open(config, task, num_ranks=workers, device=device)
-    shape = subject.shape
+    workload = Workload.open(config, task, num_ranks=workers, device=device)
+    shape = workload.shape
     cost = strategy.plan(options, nodes, shape).checked().cost
 
     lines = [
@@ -67,7 +67,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
             lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, data shard {s.shard}{place}")
     if ignored:
         lines.append(f"# {not_used(config.strategy.name, plane, ignored)}")
-    lines.extend(f"# {line}" for line in describe_memory(subject, plane))
+    lines.extend(f"# {line}" for line in describe_memory(workload, plane))
     also = ", and activations, which are not counted here" if cost.activations_travel else ""
     also = f", at most {_amount(cost.bytes_at_once)} at once{also}" if cost.bytes_at_once else also
     lines.append(f"# a step sends {_amount(cost.bytes_sent)} of parameters and gradients from each worker{also}")
@@ -81,14 +81,14 @@ def _amount(sent: int) -> str:
     return f"{sent / unit[1]:.2f} {unit[0]}" if sent else "nothing"
 
 
-def describe_memory(subject: Subject, plane: str) -> list[str]:
+def describe_memory(workload: Workload, plane: str) -> list[str]:
     """Describe the peak memory of each seat, and whether it fits."""
-    way = Activations(checkpointing=subject.config.training.gradient_checkpointing)
-    seen = forecast(subject, as_configured(subject.config, plane), ways=[way], every_seat=True)
+    way = Activations(checkpointing=workload.config.training.gradient_checkpointing)
+    seen = forecast(workload, as_configured(workload.config, plane), ways=[way], every_seat=True)
     if seen.cannot:
         raise UserError(seen.cannot)
     lines = [_seat(seat, way) for seat in seen.seats]
-    limit, words = limit_per_rank(subject.device, len(subject.nodes), None)
+    limit, words = limit_per_rank(workload.device, len(workload.nodes), None)
     short = [seat for seat in seen.seats if seat.peak(way) > limit]
     lines.append(f"memory: {words}; " + ("it does not fit: see `smolcluster plan --memory`" if short else "it fits"))
     return lines
@@ -105,16 +105,16 @@ def _seat(seat: SeatMemory, way: Activations) -> str:
     ]
     if held.other:
         parts.append(f"{size(held.other)} activations and buffers")
-    said = f"{who}: {', '.join(parts)}; at most {size(seat.peak(way))} at a time"
+    line = f"{who}: {', '.join(parts)}; at most {size(seat.peak(way))} at a time"
     if peak is not None and seat.start > peak.at.total:
-        said += ", while the model is built"
+        line += ", while the model is built"
     if seat.role == "server":
-        said += f"; journal: {size(seat.journal_step)} a step, up to {size(seat.journal_most)} of its disk"
-    return f"{said} ({seat.note})" if seat.note else said
+        line += f"; journal: {size(seat.journal_step)} a step, up to {size(seat.journal_most)} of its disk"
+    return f"{line} ({seat.note})" if seat.note else line
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 6`."""
+    """Return numbers as `0-3, 6`."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][-1] + 1:

@@ -1,7 +1,4 @@
-"""A group whose other ranks do not exist: every collective completes at once and moves nothing.
-
-For memory estimates: to run a strategy's own code for any rank of any number, in one process.
-"""
+"""A group without other ranks, for memory estimates: every collective completes at once and moves nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class FakeGroup(Group):
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         if tensor.device.type == "cpu":
-            tensor.clone()  # gloo works on a copy, and that takes memory too
+            tensor.clone()  # gloo works on a copy, which takes memory
         return Done()
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
@@ -61,10 +58,10 @@ class FakeGroup(Group):
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[FakeGroup]:
-    """What torch's own engine asks for too: a process group whose collectives do nothing."""
+    """Make torch's fake process group, which DTensor and pipelines use, and ours."""
     if dist.is_initialized():
         raise SmolclusterError("a memory estimate needs a process that belongs to no group")
-    hook = sys.excepthook  # torch marks what goes wrong with the rank, and would go on doing so
+    hook = sys.excepthook  # torch replaces it, to print the rank
     if size > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -79,7 +76,7 @@ def fake_world(rank: int, size: int) -> Iterator[FakeGroup]:
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers what it has worked out for a mesh, and takes the next one of this shape for the same."""
+    """Clear the caches of DTensor, which would take the next mesh of this shape for the same."""
     from torch.distributed.tensor import debug
 
     for name in (
@@ -87,6 +84,6 @@ def _forget_meshes() -> None:
         "_clear_python_sharding_prop_cache",
         "_clear_fast_path_sharding_prop_cache",
     ):
-        clear = getattr(debug, name, None)  # which of them there are depends on the version
+        clear = getattr(debug, name, None)  # depends on the version of torch
         if clear is not None:
             clear()

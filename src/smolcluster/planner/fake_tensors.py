@@ -1,10 +1,10 @@
-"""Support for running code on fake tensors, beside torch's FakeTensorMode.
+"""Run code on fake tensors: additions to torch's FakeTensorMode.
 
-- a number that is read from such a tensor is 0, a flag is false
-- what is real stays real: a device mesh, for one, is made of real numbers
-- nobody is there to answer a pipeline's questions
-- a model is moved, or changes its type, by new parameters
-- torch takes some 150 microseconds to find what an operation returns, even where it has answered before: see `Answers`
+- a number that is read from a fake tensor is 0, a flag is false
+- operations on real tensors run as usual, such as those of a device mesh
+- pipeline stages do not exchange shapes
+- `module.to(...)` makes new parameters
+- `OutputCache` avoids the 150 microseconds that torch needs to find what an operation returns
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from smolcluster.compute.ledger import Ledger
 class FakeTensorLedger(Ledger):  # type: ignore[no-untyped-call]
     """A ledger of fake tensors. Open it inside a FakeTensorMode."""
 
-    def answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}  # what is not there cannot be pinned
+            kwargs = {**kwargs, "pin_memory": False}  # fake memory cannot be pinned
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             if args[0].constant is None:
                 return False if args[0].dtype == torch.bool else 0.0 if args[0].dtype.is_floating_point else 0
         elif FakeTensor not in types and any(isinstance(arg, Tensor) for arg in args):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        return _ANSWERS.find(
-            self.fake, func, args, kwargs, lambda: super(FakeTensorLedger, self).answer(func, types, args, kwargs)
+        return _CACHE.find(
+            self.fake, func, args, kwargs, lambda: super(FakeTensorLedger, self).run(func, types, args, kwargs)
         )
 
 
@@ -67,10 +67,10 @@ class _FakeOutput(NamedTuple):
         return FakeTensor(fake, made, self.device)
 
 
-class Answers:
+class OutputCache:
     """A cache of what operations return, by the metadata of their arguments.
 
-    Left to torch: an operation that depends on values, changes an argument's metadata or is not part of ATen.
+    Not cached: an operation that depends on values, changes an argument's metadata or is not part of ATen.
     """
 
     _UNCACHED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -80,7 +80,7 @@ class Answers:
         self._cacheable: dict[Any, bool] = {}
 
     def find(self, fake: Any, func: Any, args: Any, kwargs: Any, ask: Callable[[], Any]) -> Any:
-        """The result of an operation; `ask` calls torch."""
+        """Return the result of an operation; `ask` calls torch."""
         if func not in self._cacheable:
             self._cacheable[func] = func.namespace == "aten" and self._UNCACHED.isdisjoint(func.tags)
         tensors: list[FakeTensor] = []
@@ -95,14 +95,14 @@ class Answers:
         outputs = list(result) if isinstance(result, tuple | list) else [result]
         if (
             all(o is None or (type(o) is FakeTensor and o.constant is None) for o in outputs)
-            and len(set(map(_storage, tensors))) == len(tensors)  # else it is not clear which of them a result shares
+            and len(set(map(_storage, tensors))) == len(tensors)  # else the alias of a result is ambiguous
             and key == _key(func, args, kwargs, [], fake)  # `out` may have been resized
         ):
             self._known[key] = (type(result), [None if o is None else _FakeOutput.of(o, tensors) for o in outputs])
         return result
 
 
-_ANSWERS = Answers()
+_CACHE = OutputCache()
 
 
 def _storage(tensor: Tensor) -> int:
@@ -110,7 +110,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _key(func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor], fake: Any) -> Hashable | None:
-    """Return None where an argument is neither a tensor of this mode without a value, nor a plain value."""
+    """Return the cache key; None where an argument is neither a fake tensor without a value nor a plain value."""
     key: list[Any] = [func, torch.get_default_dtype()]
     return tuple(key) if _describe((args, *kwargs.items()), key, tensors, fake) else None
 
@@ -136,33 +136,32 @@ def _describe(values: Any, key: list[Any], tensors: list[FakeTensor], fake: Any)
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """torch warns of much that does not matter here."""
+def no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 @contextmanager
-def no_vote() -> Iterator[None]:
-    """Newer pipeline stages ask each other whether all shapes are known. They are."""
+def no_shape_exchange() -> Iterator[None]:
+    """Let newer pipeline stages assume that all ranks know all shapes, instead of asking them."""
     from torch.distributed.pipelining import PipelineStage
 
-    asked = getattr(PipelineStage, "_warmup_backward_result", None)
-    if asked is None:
+    name = "_warmup_backward_result"
+    before = getattr(PipelineStage, name, None)
+    if before is None:
         yield
         return
-    name = "_warmup_backward_result"
     setattr(PipelineStage, name, lambda *_, **__: torch.tensor([1], dtype=torch.int32))
     try:
         yield
     finally:
-        setattr(PipelineStage, name, asked)
+        setattr(PipelineStage, name, before)
 
 
 @contextmanager
-def moving() -> Iterator[None]:
-    """`module.to(...)`: torch would change each tensor in its place, which those without memory do not always allow."""
+def replaced_parameters() -> Iterator[None]:
+    """Let `module.to(...)` make new parameters: fake ones cannot always be changed in place, as torch does."""
     before = nn.Module._apply
     nn.Module._apply = _apply  # type: ignore[method-assign]
     try:
@@ -172,7 +171,6 @@ def moving() -> Iterator[None]:
 
 
 def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Each parameter is replaced, once, wherever it is used."""
     new: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules() if recurse else [module]:
         for name, parameter in part._parameters.items():

@@ -1,10 +1,10 @@
-"""A forecast of the memory that every strategy needs, and which fit.
+"""Forecast the memory that every strategy needs, and which strategies fit.
 
-mesh plane       each kind of seat is estimated (memory_estimate.py): first and last stage of a pipeline, one rank of all
-                 that are alike
+mesh plane       an estimate (memory_estimate.py) of each kind of seat: the first and the last stage of a pipeline, one of
+                 equal ranks
 elastic plane    weights, gradients and optimizer state by the formula (`Strategy.plan`), activations as estimated for one
                  worker
-what cannot be estimated has the formula, without activations, and says so
+If the estimate fails, the formula without activations is used, with a note.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from smolcluster.engine.elastic.wal.journal import disk_bound
 from smolcluster.errors import UserError
 from smolcluster.parallel.placement import Cost, Node, Seat, Shape
 from smolcluster.planner.candidates import ALONE, Choice
-from smolcluster.planner.memory_estimate import Activations, CannotEstimate, MemoryEstimate, Scene, estimate_memory
+from smolcluster.planner.memory_estimate import Activations, CannotEstimate, MemoryEstimate, PlannedRun, estimate_memory
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 
 WAYS = (Activations(), Activations(True, False), Activations(False, True))
-Ask = Callable[[Choice, int, Sequence[Activations]], MemoryEstimate]
+EstimateRank = Callable[[Choice, int, Sequence[Activations]], MemoryEstimate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatMemory:
-    """One seat, or several that are alike."""
+    """The memory of one seat, or of several equal ones."""
 
     ranks: list[int]
     role: str
     states: Held  # the most of each kind at any moment
     ways: dict[Activations, Peak]  # empty: not estimated
-    start: int = 0  # the most while the model is built and cut up
-    note: str = ""  # what is not estimated here, and why
-    journal_step: int = 0  # bytes that a server writes to its disk in every step
-    journal_most: int = 0  # bytes that its journal takes there
+    start: int = 0  # the most while the model is built and sharded
+    note: str = ""  # what is not estimated, and why
+    journal_step: int = 0  # bytes that a server writes to disk in every step
+    journal_most: int = 0  # the most bytes of its journal on disk
 
     def peak(self, way: Activations) -> int:
-        """The most bytes: of a step, or of setting up."""
+        """Return the most bytes, of a step or of `setup`."""
         step = self.ways[way].at.total if way in self.ways else self.states.total
         return max(step, self.start)
 
@@ -61,7 +61,7 @@ class Forecast:
     cannot: str = ""  # why it cannot run
 
     def peak(self, way: Activations) -> int:
-        """Of the worker that needs most."""
+        """Return the peak of the worker that needs most."""
         return max((seat.peak(way) for seat in self.seats if seat.role == "worker"), default=0)
 
     def worst(self, way: Activations) -> SeatMemory:
@@ -78,7 +78,7 @@ class MemoryPlan:
     ranks: int
     device: str
     limit: int  # bytes that the tensors of one rank may take
-    limit_said: str  # where that number comes from
+    limit_source: str  # an explanation of that number
     configured: Activations
     rows: list[Forecast]
 
@@ -87,7 +87,7 @@ class MemoryPlan:
 
     @property
     def recommended(self) -> tuple[Forecast, Activations] | None:
-        """The first of the list that fits, as configured or, if none does, with checkpointing."""
+        """The first that fits, as configured or else with checkpointing."""
         for way in (self.configured, self.configured._replace(checkpointing=True)):
             for row in self.rows:
                 if (way in row.ways or way == self.configured) and self.fits(row, way):
@@ -95,12 +95,9 @@ class MemoryPlan:
         return None
 
 
-# Asking
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is trained, opened once for all forecasts."""
+class Workload:
+    """The model and data of a run, opened once for all forecasts."""
 
     config: Config
     task: Task
@@ -110,14 +107,14 @@ class Subject:
     nodes: Sequence[Node]
 
     @classmethod
-    def open(cls, config: Config, task: Task, *, num_ranks: int, device: torch.device) -> Subject:
+    def open(cls, config: Config, task: Task, *, num_ranks: int, device: torch.device) -> Workload:
         data = as_dataset(task.train_data())
         try:
             with torch.device("meta"):
                 model = task.model()
         except (RuntimeError, OverflowError, MemoryError) as error:
             why = str(error).strip().splitlines() or [type(error).__name__]
-            raise UserError(f"the model cannot be laid out, even without memory: {why[0][:200]}") from error
+            raise UserError(f"the model cannot be built, even on the meta device: {why[0][:200]}") from error
         return cls(
             config=config,
             task=task,
@@ -127,18 +124,18 @@ class Subject:
             nodes=nodes_of(config, num_ranks),
         )
 
-    def scene(self, choice: Choice) -> Scene:
-        """Raises UserError where the strategy cannot run like this."""
-        section = self.config.strategy.saying(choice.options, name=choice.strategy)
-        # Measured when a run begins; about even where machines are alike.
-        if section.said().get("layer_distribution") == "auto":
-            section = section.saying({"layer_distribution": None})
+    def with_choice(self, choice: Choice) -> PlannedRun:
+        """Return the run with this choice. Raises UserError where the strategy cannot run."""
+        section = self.config.strategy.with_options(choice.options, name=choice.strategy)
+        # A run measures it at its start; for equal machines it is about even.
+        if section.given().get("layer_distribution") == "auto":
+            section = section.with_options({"layer_distribution": None})
         options, _ = read_options(section, plane=choice.plane)
         strategy = find_strategy(choice.strategy, choice.plane, options)
         nodes = self.nodes[:1] if choice == ALONE else self.nodes
         nodes = [dataclasses.replace(node, stays=choice.plane != "elastic") for node in nodes]
         config = self.config.model_copy(update={"strategy": section})
-        return Scene(
+        return PlannedRun(
             config=config,
             task=self.task,
             strategy=strategy,
@@ -155,47 +152,47 @@ def nodes_of(config: Config, num_ranks: int) -> list[Node]:
 
 
 def forecast(
-    subject: Subject,
+    workload: Workload,
     choice: Choice,
     *,
     ways: Sequence[Activations],
     every_seat: bool = False,
-    ask: Ask | None = None,
+    ask: EstimateRank | None = None,
 ) -> Forecast:
-    """`ask` estimates one rank of a choice, perhaps elsewhere; by default here."""
-    here = ask or (lambda c, rank, w: rehearse_rank(subject, c, rank, w))
+    """Forecast one choice. `ask` estimates one rank, perhaps in another process."""
+    ask = ask or (lambda c, rank, w: estimate_rank(workload, c, rank, w))
     try:
-        scene = subject.scene(choice)
+        run = workload.with_choice(choice)
         if choice.plane == "elastic":
-            seats = _elastic_seats(subject, scene, ways, here)
+            seats = _elastic_seats(workload, run, ways, ask)
         else:
-            seats = _mesh_seats(choice, scene, ways, here, every_seat)
-        return Forecast(choice=choice, seats=seats, costs=scene.placement.costs)
+            seats = _mesh_seats(choice, run, ways, ask, every_seat)
+        return Forecast(choice=choice, seats=seats, costs=run.placement.costs)
     except UserError as error:
         return Forecast(choice=choice, cannot=str(error))
 
 
-def rehearse_rank(subject: Subject, choice: Choice, rank: int, ways: Sequence[Activations]) -> MemoryEstimate:
-    scene = subject.scene(choice)
-    return estimate_memory(scene, rank=rank, part=subject.part(subject.nodes[rank].batch_size), ways=ways)
+def estimate_rank(workload: Workload, choice: Choice, rank: int, ways: Sequence[Activations]) -> MemoryEstimate:
+    run = workload.with_choice(choice)
+    return estimate_memory(run, rank=rank, part=workload.part(workload.nodes[rank].batch_size), ways=ways)
 
 
 def _mesh_seats(
     choice: Choice,
-    scene: Scene,
+    run: PlannedRun,
     ways: Sequence[Activations],
-    ask: Ask,
+    ask: EstimateRank,
     every_seat: bool,
 ) -> list[SeatMemory]:
     found = []
-    for alike in alike_seats(scene, every_seat=every_seat):
+    for alike in alike_seats(run, every_seat=every_seat):
         rank = alike[0].rank
         ranks = sorted(seat.rank for seat in alike)
         try:
             seen = ask(choice, rank, ways)
         except CannotEstimate as error:
             note = f"activations are not known: the memory estimate failed ({error})"
-            states = _by_formula(scene.placement.cost)
+            states = _by_formula(run.placement.cost)
             found.append(SeatMemory(ranks=ranks, role="worker", states=states, ways={}, note=note))
             continue
         first = next(iter(seen.ways.values()))
@@ -203,29 +200,29 @@ def _mesh_seats(
     return found
 
 
-def alike_seats(scene: Scene, *, every_seat: bool) -> list[list[Seat]]:
-    """Seats that hold the same, the one that holds most first. Of a pipeline only the ends, unless `every_seat`."""
+def alike_seats(run: PlannedRun, *, every_seat: bool) -> list[list[Seat]]:
+    """Return the groups of equal seats, each by memory, largest first; of a pipeline the ends only, unless `every_seat`."""
     groups: dict[tuple[int, int], list[Seat]] = {}
-    for seat in scene.placement.seats:
-        groups.setdefault((seat.coords.get("pp", 0), scene.nodes[seat.rank].batch_size), []).append(seat)
+    for seat in run.placement.seats:
+        groups.setdefault((seat.coords.get("pp", 0), run.nodes[seat.rank].batch_size), []).append(seat)
     stages = {stage for stage, _ in groups}
     ends = stages if every_seat else {min(stages), max(stages)}
     return [
-        sorted(seats, key=lambda seat: -scene.placement.costs[seat.rank].states_bytes)
+        sorted(seats, key=lambda seat: -run.placement.costs[seat.rank].states_bytes)
         for (stage, _), seats in groups.items()
         if stage in ends
     ]
 
 
 def _elastic_seats(
-    subject: Subject,
-    scene: Scene,
+    workload: Workload,
+    run: PlannedRun,
     ways: Sequence[Activations],
-    ask: Ask,
+    ask: EstimateRank,
 ) -> list[SeatMemory]:
-    """The formula, and the activations of a worker that is alone."""
-    states = _by_formula(scene.placement.cost)
-    workers = [seat.rank for seat in scene.placement.seats if seat.role == "worker"]
+    """Return the states by the formula, with the activations of one worker by itself."""
+    states = _by_formula(run.placement.cost)
+    workers = [seat.rank for seat in run.placement.seats if seat.role == "worker"]
     try:
         alone = ask(ALONE, 0, ways).ways
         peaks = {way: _with_activations(states, peak) for way, peak in alone.items()}
@@ -233,12 +230,12 @@ def _elastic_seats(
     except CannotEstimate as error:
         peaks, note = {}, f"by the formula; activations are not known: the memory estimate failed ({error})"
     found = [SeatMemory(ranks=workers, role="worker", states=states, ways=peaks, note=note)]
-    serving = scene.placement.server
-    servers = [seat.rank for seat in scene.placement.seats if seat.role == "server"]
+    serving = run.placement.server
+    servers = [seat.rank for seat in run.placement.seats if seat.role == "server"]
     if serving is not None and servers:
         held = _by_formula(serving)
         every = dict.fromkeys(peaks, Peak(at=held, each=held))
-        shape = subject.shape
+        shape = workload.shape
         size = shape.parameters * shape.bytes_per_parameter
         state = size + shape.optimizer_bytes(size)
         found.append(
@@ -262,50 +259,47 @@ def _by_formula(cost: Cost) -> Held:
 
 
 def _with_activations(states: Held, alone: Peak) -> Peak:
-    """Of the gradients it counts that nothing is there yet when activations are most: no more is sure of these strategies."""
+    """Return the peak as if all states existed when activations are largest: an upper bound."""
     each = dataclasses.replace(states, other=alone.each.other)
     return Peak(at=each, each=each)
 
 
-# What fits
-
-
-def limit_per_rank(device: torch.device, num_ranks: int, said: int | None) -> tuple[int, str]:
-    """What the tensors of one rank may take, and in words where that comes from."""
+def limit_per_rank(device: torch.device, num_ranks: int, given: int | None) -> tuple[int, str]:
+    """Return the most bytes for the tensors of one rank, and an explanation. `given`: memory of a rank."""
     from smolcluster.observe.text import size
 
     process = PROCESS_BYTES.get(device.type, PROCESS_BYTES["cpu"]) + workspace_bytes(device)
-    if said is not None:
-        return said - process, f"{size(said)} for each rank, as you say, less {size(process)} for its process"
-    there = memory_bytes(device)
+    if given is not None:
+        return given - process, f"{size(given)} for each rank, as given, less {size(process)} for its process"
+    total = memory_bytes(device)
     if device.type == "cuda":
-        return there - process, f"{size(there)} on each GPU, less {size(process)} for its context and libraries"
-    each = there // num_ranks
+        return total - process, f"{size(total)} on each GPU, less {size(process)} for its context and libraries"
+    each = total // num_ranks
     return each - process, (
-        f"this machine has {size(there)}: {size(each)} for each of {num_ranks}, less {size(process)} for its process"
+        f"this machine has {size(total)}: {size(each)} for each of {num_ranks}, less {size(process)} for its process"
         if num_ranks > 1
-        else f"this machine has {size(there)}, less {size(process)} for the process"
+        else f"this machine has {size(total)}, less {size(process)} for the process"
     )
 
 
 def make_plan(
-    subject: Subject,
+    workload: Workload,
     asked: Sequence[Choice],
     *,
     limit: int | None = None,
     rows: Callable[[Sequence[Choice], Sequence[Activations]], list[Forecast]] | None = None,
 ) -> MemoryPlan:
-    """`rows` makes the forecasts, by default here and one after the other."""
-    configured = Activations(checkpointing=subject.config.training.gradient_checkpointing)
+    """Return the plan. `rows` makes the forecasts; by default in this process."""
+    configured = Activations(checkpointing=workload.config.training.gradient_checkpointing)
     ways = [configured, *(way for way in WAYS if way != configured)]
-    there, words = limit_per_rank(subject.device, len(subject.nodes), limit)
-    made = rows(asked, ways) if rows else [forecast(subject, choice, ways=ways) for choice in asked]
+    limit_bytes, source = limit_per_rank(workload.device, len(workload.nodes), limit)
+    made = rows(asked, ways) if rows else [forecast(workload, choice, ways=ways) for choice in asked]
     return MemoryPlan(
-        parameters=subject.shape.parameters,
-        ranks=len(subject.nodes),
-        device=str(subject.device),
-        limit=there,
-        limit_said=words,
+        parameters=workload.shape.parameters,
+        ranks=len(workload.nodes),
+        device=str(workload.device),
+        limit=limit_bytes,
+        limit_source=source,
         configured=configured,
         rows=made,
     )

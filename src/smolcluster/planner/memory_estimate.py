@@ -1,13 +1,12 @@
-"""Estimate the memory of a rank: run its own code once on fake tensors.
+"""Estimate the memory of a rank: run the code of the strategy once on fake tensors.
 
-    a process group whose collectives do nothing        planner/fake_group.py
+    collectives that do nothing                          planner/fake_group.py
     tensors with shapes and no memory                    torch's FakeTensorMode
-    the strategy's own `setup` and `step`                for any rank of any number, in this process
-    every storage that comes and goes                    compute/ledger.py
+    the strategy's `setup` and `step`                    for any rank of any world size, in this process
+    a record of every storage                            compute/ledger.py
 
-Nothing is computed, so it takes as long as Python needs to name the operations: about a second for a model of twelve layers,
-whatever their width. What depends on values cannot be estimated: numbers that are read from a tensor are 0, flags are false,
-and a model whose shapes depend on them raises `CannotEstimate`.
+Nothing is computed: it takes about a second for a model of twelve layers of any width. Numbers that are read from a tensor are
+0, flags are false; a model whose shapes depend on them raises `CannotEstimate`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.models.protocols import Recomputable
 from smolcluster.parallel.placement import Node, Placement, Seat
 from smolcluster.planner.fake_group import fake_world
-from smolcluster.planner.fake_tensors import FakeTensorLedger, moving, no_vote, quietly
+from smolcluster.planner.fake_tensors import FakeTensorLedger, no_shape_exchange, no_warnings, replaced_parameters
 from smolcluster.strategies.base import Context, Strategy
 from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
@@ -47,25 +46,25 @@ class CannotEstimate(SmolclusterError):
 
 
 class Activations(NamedTuple):
-    """How activations come about."""
+    """How activations are made."""
 
-    checkpointing: bool = False  # recomputed in backward, where the model offers it
+    checkpointing: bool = False  # recomputed in backward, where the model supports it
     plain_attention: bool = False  # with the whole matrix of scores; else the kernel that torch chooses
 
     def __str__(self) -> str:
-        said = ["checkpointing"] * self.checkpointing + ["plain attention"] * self.plain_attention
-        return ", ".join(said) or "as it is"
+        words = ["checkpointing"] * self.checkpointing + ["plain attention"] * self.plain_attention
+        return ", ".join(words) or "as it is"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    start: int  # the most bytes while the model was built and cut up
-    states: Held  # at the end of a step, when its gradients are complete and nothing else is there
+    start: int  # the most bytes while the model was built and sharded
+    states: Held  # at the end of a step, with complete gradients and without activations
     ways: dict[Activations, Peak]  # of a step, when the optimizer has its state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class PlannedRun:
     """The run whose memory is estimated."""
 
     config: Config
@@ -77,51 +76,51 @@ class Scene:
     device: torch.device
 
 
-def estimate_memory(scene: Scene, *, rank: int, part: Any, ways: Sequence[Activations]) -> MemoryEstimate:
-    """What this rank holds. `part` is one of its micro-batches; its values do not matter."""
-    size = len(scene.nodes)
-    import torch.distributed._tools.fake_collectives  # noqa: F401 - teaches collectives to work on fake tensors
+def estimate_memory(run: PlannedRun, *, rank: int, part: Any, ways: Sequence[Activations]) -> MemoryEstimate:
+    """Estimate the memory of this rank. `part`: one of its micro-batches, whose values do not matter."""
+    size = len(run.nodes)
+    import torch.distributed._tools.fake_collectives  # noqa: F401 - registers collectives for fake tensors
 
     with (
         fake_world(rank, size) as group,
-        quietly(),
-        no_vote(),
-        moving(),
+        no_warnings(),
+        no_shape_exchange(),
+        replaced_parameters(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        FakeTensorLedger(scene.device) as ledger,
+        FakeTensorLedger(run.device) as ledger,
     ):
         context = Context(
-            config=_without_values(scene.config),
-            seat=scene.placement.seats[rank],
-            seats=scene.placement.seats,
+            config=_without_values(run.config),
+            seat=run.placement.seats[rank],
+            seats=run.placement.seats,
             group=group,
-            device=scene.device,
+            device=run.device,
             total_steps=10,
-            samples_per_step=samples_per_step(scene.config, scene.nodes, scene.placement.seats),
+            samples_per_step=samples_per_step(run.config, run.nodes, run.placement.seats),
             stop_requested=lambda: False,
             warn=lambda _: None,
             example=lambda count: tree_map_only(Tensor, lambda t: t[:count] if t.ndim else t, part),
         )
         try:
-            return _run(scene, context, ledger, part, ways)
+            return _run(run, context, ledger, part, ways)
         except SmolclusterError:
             raise
-        except Exception as error:  # torch, or the model's own code: on tensors without values it may raise anything
+        except Exception as error:  # torch or the model may raise anything on tensors without values
             log.debug("the memory estimate failed", exc_info=error)
             raise CannotEstimate(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
 
 
-def _run(scene: Scene, context: Context, ledger: Ledger, part: Any, ways: Sequence[Activations]) -> MemoryEstimate:
-    part = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=scene.device), part)
-    parts = [part] * min(2, context.config.training.grad_accumulation)  # a third would be as the second
-    strategy = scene.strategy(scene.options, context)
-    strategy.setup(scene.task)
-    # DTensor works out shapes the first time, on tensors that count here and have no memory in a run.
+def _run(run: PlannedRun, context: Context, ledger: Ledger, part: Any, ways: Sequence[Activations]) -> MemoryEstimate:
+    part = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=run.device), part)
+    parts = [part] * min(2, context.config.training.grad_accumulation)  # more would need no more memory
+    strategy = run.strategy(run.options, context)
+    strategy.setup(run.task)
+    # In its first step DTensor computes shapes on tensors that the ledger would count.
     warm = any(isinstance(parameter, DTensor) for parameter in strategy.replica.model.parameters())
-    return perform(strategy, ledger, parts, ways, warm=warm)
+    return measure_steps(strategy, ledger, parts, ways, warm=warm)
 
 
-def perform(
+def measure_steps(
     strategy: Strategy[Options],
     ledger: Ledger,
     parts: Sequence[Any],
@@ -129,27 +128,27 @@ def perform(
     *,
     warm: bool = False,
 ) -> MemoryEstimate:
-    """A step for each way, of a strategy that was set up while `ledger` was open. The tensors may as well be real.
+    """Take a step in each way, with a strategy that was set up while `ledger` was open. The tensors may be real.
 
-    A way that would change nothing is not gone: the model recomputes nothing by itself, or has no attention.
+    Skipped are ways without effect: the model does not support checkpointing, or has no attention.
     """
     start = ledger.peak().at.total
     states = States(strategy.replica.model, strategy.replica.optimizer, ledger)
-    offers = any(isinstance(module, Recomputable) for module in strategy.replica.model.modules())
+    recomputable = any(isinstance(module, Recomputable) for module in strategy.replica.model.modules())
     found: dict[Activations, Peak] = {}
     local_steps = strategy.local_steps if isinstance(strategy, Exchanging) else 1  # the last of a round exchanges
     for number, way in enumerate([*ways[: int(warm)], *ways]):
-        if (way.checkpointing and not offers) or (way.plain_attention and number > 0 and not ledger.attention):
+        if (way.checkpointing and not recomputable) or (way.plain_attention and number > 0 and not ledger.attention):
             continue
-        since = ledger.place
-        with _in_this_way(strategy.replica.model, way):
+        since = ledger.position
+        with _using(strategy.replica.model, way):
             strategy.step(Batch(parts=parts, samples=len(parts), tokens=0, step=(number + 1) * local_steps))
         found[way] = ledger.peak(since, settled=True)
     return MemoryEstimate(start=start, states=states.held, ways=found)
 
 
 class States:
-    """Tells a ledger which storages are a model's parameters, gradients and optimizer state, as they come."""
+    """Label the storages of a model's parameters, gradients and optimizer state in a ledger, by hooks."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
         self._model, self._optimizer, self._ledger = model, optimizer, ledger
@@ -157,24 +156,23 @@ class States:
         self._label_parameters()
         for parameter in self._model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._has_gradient)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                module.register_forward_pre_hook(self._is_gathered)
-        self._optimizer.register_step_post_hook(self._updated)
+                module.register_forward_pre_hook(self._on_gathered)
+        self._optimizer.register_step_post_hook(self._on_step)
 
     def _label_parameters(self) -> None:
         self._ledger.label(self._model.parameters(), "parameters")
         self._ledger.label(self._model.buffers(), "parameters")
 
-    def _is_gathered(self, module: nn.Module, _: Any) -> None:
-        """Parameters that were in pieces are whole for a while."""
+    def _on_gathered(self, module: nn.Module, _: Any) -> None:
         self._ledger.label(module.parameters(), "parameters")
 
-    def _has_gradient(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         self._ledger.label([parameter.grad], "gradients")
 
-    def _updated(self, *_: Any) -> None:
+    def _on_step(self, *_: Any) -> None:
         self._label_parameters()
         self._ledger.label((p.grad for p in self._model.parameters()), "gradients")
         tensors = (value for state in self._optimizer.state.values() for value in state.values())
@@ -183,7 +181,7 @@ class States:
 
 
 @contextmanager
-def _in_this_way(model: nn.Module, way: Activations) -> Iterator[None]:
+def _using(model: nn.Module, way: Activations) -> Iterator[None]:
     for module in model.modules():
         if isinstance(module, Recomputable):
             module.gradient_checkpointing = way.checkpointing
@@ -193,7 +191,7 @@ def _in_this_way(model: nn.Module, way: Activations) -> Iterator[None]:
 
 
 def _without_values(config: Config) -> Config:
-    """fp16 looks at its gradients; bf16 takes as many bytes and does not. Compiled code cannot be followed."""
+    """Turn off what reads values: fp16 reads gradients (bf16 has the same size and does not), and compiled code."""
     config = config.model_copy(deep=True)
     if config.training.precision == "fp16":
         config.training.precision = "bf16"
@@ -202,6 +200,6 @@ def _without_values(config: Config) -> Config:
 
 
 def samples_per_step(config: Config, nodes: Sequence[Node], seats: Sequence[Seat]) -> list[int]:
-    """Of each data shard."""
+    """Return the samples of each data shard in a step."""
     shards = {s.shard: nodes[s.rank].batch_size for s in seats if s.shard is not None}
     return [shards[shard] * config.training.grad_accumulation for shard in sorted(shards)]

@@ -1,4 +1,4 @@
-"""From a configuration to a plan as plain values, for `smolcluster plan`."""
+"""Make the plan that `smolcluster plan --memory` shows, as plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smolcluster.config.schema import Config
 from smolcluster.config.strategies import check_name, record_of
 from smolcluster.planner.candidates import Choice, as_configured, choices
 from smolcluster.planner.estimate_pool import forecast_all
-from smolcluster.planner.forecast import Forecast, MemoryPlan, SeatMemory, Subject, make_plan
+from smolcluster.planner.forecast import Forecast, MemoryPlan, SeatMemory, Workload, make_plan
 from smolcluster.planner.memory_estimate import Activations
 from smolcluster.tasks.find import find_task
 
@@ -24,29 +24,31 @@ def plan_memory(
     plane: str,
     only: Sequence[str] = (),
     limit: str | None = None,
-    told: Callable[[str, int, int], None] | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """What each strategy would hold on so many ranks, and which fit. `only`: names of strategies."""
-    room = None if limit is None else parse_size(limit, what="--limit")
+    """Return the memory of each strategy on so many ranks, and which fit. `only`: names of strategies."""
+    limit_bytes = None if limit is None else parse_size(limit, what="--limit")
     asked = choose(config, ranks=ranks, plane=plane, only=only)
     device = choose_device(config.training.device)
-    subject = Subject.open(config, find_task(config), num_ranks=ranks, device=device)
-    plan = make_plan(subject, asked, limit=room, rows=lambda some, ways: forecast_all(subject, some, ways, told=told))
+    workload = Workload.open(config, find_task(config), num_ranks=ranks, device=device)
+    plan = make_plan(
+        workload,
+        asked,
+        limit=limit_bytes,
+        rows=lambda some, ways: forecast_all(workload, some, ways, on_progress=on_progress),
+    )
     return to_dict(plan)
 
 
 def choose(config: Config, *, ranks: int, plane: str, only: Sequence[str]) -> list[Choice]:
-    """Those that are asked for, and the configuration's own where it says more than a name."""
+    """Return the named strategies, or all; first the configured one if it has options of its own."""
     names = [check_name(name) for name in only]
     found = [choice for choice in choices(ranks, every=bool(only)) if not names or choice.strategy in names]
     known = {choice.strategy for choice in found}
     found += [Choice(label=name, strategy=name) for name in dict.fromkeys(names) if name not in known]
-    if config.strategy.said() and (not names or config.strategy.name in names):
+    if config.strategy.given() and (not names or config.strategy.name in names):
         found.insert(0, as_configured(config, plane))
     return found
-
-
-# As plain values
 
 
 def to_dict(plan: MemoryPlan) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def to_dict(plan: MemoryPlan) -> dict[str, Any]:
         "device": plan.device,
         "checkpointing": plan.configured.checkpointing,
         "limit_bytes": plan.limit,
-        "limit": plan.limit_said,
+        "limit": plan.limit_source,
         "strategies": [_row(plan, row) for row in plan.rows],
         "recommended": None if best is None else _advice(*best),
     }
@@ -117,7 +119,7 @@ def _advice(row: Forecast, way: Activations) -> dict[str, Any]:
     flags = [f"--strategy {choice.strategy}"]
     if choice.plane == "elastic" and record_of(choice.strategy).planes[0] != "elastic":
         flags.append("--plane elastic")
-    said = [f"strategy.{key}={value}" for key, value in choice.options.items() if value is not None]
-    if said:
-        flags.append(f"--override {' '.join(said)}")
+    overrides = [f"strategy.{key}={value}" for key, value in choice.options.items() if value is not None]
+    if overrides:
+        flags.append(f"--override {' '.join(overrides)}")
     return {"name": choice.label, "checkpointing": way.checkpointing, "flags": " ".join(flags)}

@@ -1,8 +1,7 @@
-"""The numbers of workers that a run can have, with the same samples per step.
+"""Plan a run for several world sizes with the same samples per step.
 
-A step reads the same samples however many workers there are, so that a run that loses some keeps its loss curve: what they read
-is dealt out to those that are left. First in more micro-steps, so that none needs more memory than before; where the numbers do
-not allow that, in larger ones.
+A run that loses workers keeps its loss curve: the others read their samples too. They take more micro-steps, so that none needs
+more memory than before; where the numbers do not divide, larger ones.
 
 The launcher imports no torch. It runs `python -m smolcluster.planner.world_sizes`: a configuration and the sizes as a line of
 JSON in, a plan for each size out.
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def plans(config: Config, sizes: Iterable[int]) -> dict[int, Config | UserError]:
-    """The configuration for each size, or why it cannot run. The largest that can sets the samples of a step."""
+    """Return the configuration for each size, or why it cannot run. The largest possible size sets the samples of a step."""
     sizes = sorted(sizes)
     model = _model(config)
     most = _largest(config, sizes, model)
@@ -44,7 +43,7 @@ def plans(config: Config, sizes: Iterable[int]) -> dict[int, Config | UserError]
 
 
 def _largest(config: Config, sizes: list[int], model: nn.Module | None) -> Config:
-    """For the largest size that can run. If none can, the reason of the largest is raised."""
+    """Return the configuration for the largest size that can run. If none can, raise the error of the largest."""
     reasons: list[UserError] = []
     for size in reversed(sizes):
         fitted = config.model_copy(deep=True)
@@ -57,33 +56,33 @@ def _largest(config: Config, sizes: list[int], model: nn.Module | None) -> Confi
 
 
 def _fit(config: Config, size: int, model: nn.Module | None) -> Config:
-    """The same configuration if it can run on so many workers."""
+    """Return the configuration if it can run on so many workers; else raise UserError."""
     nodes = [Node(name=f"worker-{r}", batch_size=batch_size_of(config, r)) for r in range(size)]
     place(config, nodes, None if model is None else Shape.of(model, config.training))
     return config
 
 
 def _model(config: Config) -> nn.Module | None:
-    """Without memory. A task that cannot be built like that is not asked: its workers will say what is wrong."""
+    """Return the model on the meta device; None if that fails: the workers will report the reason."""
     try:
         with torch.device("meta"):
             return find_task(config).model()
     except Exception as error:  # noqa: BLE001 - the user's own code
-        log.debug("the model is not looked at: %s: %s", type(error).__name__, error)
+        log.debug("the model cannot be built on the meta device: %s: %s", type(error).__name__, error)
         return None
 
 
 def place(config: Config, nodes: Sequence[Node], shape: Shape | None = None, *, plane: str | None = None) -> Placement:
-    """Where the strategy puts the ranks on these nodes. Raises UserError for what it cannot do with so many."""
+    """Return the placement of ranks on these nodes. Raises UserError where the strategy refuses them."""
     options, _ = read_options(config.strategy, plane=plane)
     strategy = find_strategy(config.strategy.name, plane, options)
     return strategy.plan(options, nodes, shape).checked()
 
 
 def _shared_out(config: Config, size: int) -> Config:
-    """A copy in which `size` workers read in a step what cluster.num_workers of them do."""
+    """Return a copy in which `size` workers read the samples of cluster.num_workers in a step."""
     if config.cluster.batch_size:
-        return config  # each host has a size of its own, and keeps it
+        return config  # batch sizes per host stay
     training = config.training
     batch_size = training.batch_size or 1
     node = Node(name="", batch_size=batch_size)
@@ -92,7 +91,7 @@ def _shared_out(config: Config, size: int) -> Config:
     micro_steps, sizes = share(samples, now.num_shards, at_most=batch_size)
     fitted = config.model_copy(deep=True)
     fitted.training.grad_accumulation = micro_steps
-    if set(sizes) != {batch_size}:  # training.batch_size itself stays: it also says how much is evaluated
+    if set(sizes) != {batch_size}:  # training.batch_size itself stays: it also sets the batches of an evaluation
         names = [f"worker-{seat.rank}" for seat in now.seats]
         fitted.cluster.workers = names
         fitted.cluster.batch_size = {name: sizes[s.shard or 0] for name, s in zip(names, now.seats, strict=True)}
@@ -100,7 +99,7 @@ def _shared_out(config: Config, size: int) -> Config:
 
 
 def share(samples: int, shards: int, *, at_most: int) -> tuple[int, list[int]]:
-    """Micro-steps, and the samples of each shard in one of them: as few micro-steps as keep those to `at_most`."""
+    """Return the fewest micro-steps with at most `at_most` samples per shard, and the samples of each shard in one."""
     possible = [n for n in range(1, samples + 1) if samples % n == 0 and samples // n >= shards]
     if not possible:
         raise UserError(f"{shards} workers cannot share {samples} samples; use a larger training.batch_size")
@@ -110,7 +109,7 @@ def share(samples: int, shards: int, *, at_most: int) -> tuple[int, list[int]]:
 
 
 def describe(config: Config, sizes: Iterable[int]) -> str:
-    """A line for each size, as in `train --dry-run`."""
+    """Return a line for each size, for `train --dry-run`."""
     lines = []
     for size, plan in plans(config, sizes).items():
         if isinstance(plan, UserError):

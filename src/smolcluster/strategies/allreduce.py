@@ -9,29 +9,26 @@ g_0, g_1, g_2, ... in that order:
         while s - v >= K:  wait for g_v;  w <- optimizer(w, clip(g_v));  v <- v + 1
 
 So s - v <= K always, replicas stay bit-identical for any optimizer, and K = 0 is plain synchronous training. On the mesh plane
-v = s - K exactly after a start, or later if fewer gradients are in flight, so a gradient beyond the bound cannot arise. On the
-elastic plane g_v is applied as soon as it is complete and committed; which members count for it is agreed before it is applied
-(`engine/elastic/rounds.py`), and a member's death costs its share of the steps in flight. Whoever comes back too late to
-contribute has its gradients dropped, or stops: `on_stale`. Looking changes nothing: evaluation shows the weights at version v,
-and a checkpoint of the mesh plane has the gradients in flight as well. After the last step they are applied.
+v = max(0, s - K). On the elastic plane g_v is applied once it is committed; the members agree on its contributors first
+(`engine/elastic/rounds.py`), and the death of a member costs its share of the steps in flight. A worker whose gradients arrive
+too late has them dropped, or stops: `on_stale`. Evaluation uses the weights at version v; a checkpoint of the mesh plane also
+has the gradients in flight. They are applied after the last step.
 
-Weights start as rank 0's. Gradients are weighted by samples, so unlike batch sizes stay exact; or by the targets that count,
-where the task says so, which are added up beside forward: one number more. What a worker did not use
-counts as zero there; a parameter that none of them used is left alone. Buffers (running means) are each worker's own; the model
-is evaluated and exported with rank 0's.
+All workers start with the weights of rank 0. Gradients are weighted by samples, so the mean is exact with unequal batch sizes;
+or by targets where the task counts them, which takes one number more. A parameter that a worker did not use counts as zero; one
+that no worker used is not updated. Buffers (running means) are local; evaluation and export use those of rank 0.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S
-and one number for each tensor of the model, which says how many workers used it.
+and one number for each tensor of the model: how many workers used it.
 Memory: K + 1 sets of gradients; on the elastic plane twice as many, since each worker keeps its own until they are committed.
 
-With a `codec` on the elastic plane gradients travel encoded, each tensor by way of a worker that owns it: there while backward
-runs, back when it is over (`comm/encoded_sum.py`). S is then the encoded bytes, and a worker that owns P of them moves
-S + (N-2) P: the same where tensors deal evenly. Memory: K + 1 sets of sums; with error feedback K + 2 sets of residuals; what
-travels.
+With a `codec` on the elastic plane each tensor has an owner: workers send it their encoded gradients during backward, and it
+returns the encoded sum (`comm/encoded_sum.py`). S is then the encoded bytes, and the owner of P of them moves S + (N-2) P: the
+same for all where tensors divide evenly. Memory: K + 1 sets of sums, with error feedback K + 2 sets of residuals, and messages.
 
-The ring that makes this bandwidth-optimal: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", 2009. Overlap with backward: Li et al., "PyTorch Distributed", 2020. Bounded delay: Ho et al., "More effective
-distributed ML via a stale synchronous parallel parameter server", 2013.
+Ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. Overlap with backward:
+Li et al., "PyTorch Distributed", 2020. Bounded delay: Ho et al., "More effective distributed ML via a stale synchronous
+parallel parameter server", 2013.
 """
 
 from __future__ import annotations
@@ -76,11 +73,11 @@ class AllReduce(Exchanging[AllReduceT]):
         replica, self._norm = self.replica, None
         rate, staleness = replica.learning_rate, len(self.rounds.flights)
 
-        # My gradient, at the weights I have; buckets leave while backward runs.
+        # Compute my gradient at the current weights; buckets are sent during backward.
         with self.contribute(batch) as mine:
             mine.loss = loss = replica.compute(batch, before_last=mine.start)
 
-        # The oldest gradients in flight, while there are more than K of them.
+        # Wait for the oldest gradients in flight, while there are more than K of them, and apply them.
         comm = Span(self.context.device)
         self.rounds.settle(in_flight=self.rounds_in_flight)
         comm.end()

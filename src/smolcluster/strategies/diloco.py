@@ -1,4 +1,4 @@
-"""diloco (DiLoCo): workers train for themselves, and exchange rarely how far they went.
+"""diloco (DiLoCo): workers take many local steps, then exchange the difference to their common weights.
 
     every worker, for rounds t = 1, 2, ...:
         w <- theta
@@ -8,23 +8,22 @@
         mean  <- the mean over workers of what they sent, decoded in the order of ranks
         theta <- outer optimizer(theta, mean)                    SGD: rate `outer_lr`, `outer_momentum`, Nesterov
 
-theta and the outer optimizer's state are the same on all workers, to the bit. The inner optimizer's is each worker's own and is
-kept between rounds; so is m. Means are weighted by samples, or targets where the task counts them. beta is `feedback_decay`.
+theta and the outer optimizer's state are bit-identical on all workers. The inner optimizer's state and m are local, and kept
+between rounds. Means are weighted by samples, or targets where the task counts them. beta is `feedback_decay`.
 
 Streaming: the model is cut into F `fragments` of strided layers, and every H / F steps one of them is exchanged, in turn. With
-an `overlap` tau > 0 computing goes on meanwhile, and the result is applied tau steps after delta was taken:
+an `overlap` tau > 0 computing continues meanwhile, and the result is applied tau steps after delta was taken:
     theta <- outer optimizer(theta, mean);   w <- (1 - alpha) w + alpha theta          `mixing` alpha: 0.5, or 1 where tau is 0
-The last round of a run exchanges all fragments, and is waited for.
+The last round of a run exchanges all fragments and is waited for.
 
-Codecs: fp32 is summed in a ring. The others are gathered, so that nothing is encoded twice: bf16, int8, int4; or blocktopk, of
-which each worker sends the largest numbers of each block (SparseLoCo). There a number is averaged over those who sent it, or
-over all: `average`.
+Codecs: fp32 is all-reduced. Others are all-gathered, so that nothing is encoded twice: bf16, int8, int4, and blocktopk, where
+each worker sends the largest numbers of each block (SparseLoCo) and `average` is over the senders of a number, or over all.
 
-Outer SGD of rate 1 without momentum is federated averaging. `inner_steps` 1 besides, with plain SGD inside, is `single`.
+Outer SGD with rate 1 and no momentum is federated averaging; with `inner_steps` 1 and plain inner SGD that is `single`.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters, or E of them encoded, on N workers:
     fp32   2 (N-1)/N S / H           others   (N-1) E / H          at once: H / F times as much, but for the last round: H times
-Memory: theta, the outer momentum, what is exchanged, and m, beside the model.
+Memory beside the model: theta, the outer momentum, the exchanged tensors, and m.
 
 Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023 (arXiv 2311.08105). Sarfi et al.,
 "Communication efficient LLM pre-training with SparseLoCo", 2025 (2508.15706). Thérien et al., "MuLoCo: Muon is a practical

@@ -4,33 +4,32 @@
         for each push (gradient g computed at version v, on n samples) from any worker:
             staleness <- version - v
             weight <- n / (1 + staleness)                         or n: `staleness_weighting`
-            keep it;  lend its worker the next samples
+            keep g;  lease the next samples to its worker
         when a global batch of samples has arrived:
             w <- optimizer(w, clip(weighted mean of what has arrived));  version <- version + 1
 
     worker, for each of its own steps:
         g <- gradient on my samples, at my weights
-        push g, and go on
-        w <- optimizer(w, clip(g))                                my own copy keeps training
-        every `worker_update_interval` steps: ask for the server's weights, and take them over when they come
+        push g, without waiting
+        w <- optimizer(w, clip(g))                                the local copy
+        every `worker_update_interval` steps: ask for the server's weights, and use them when they arrive
 
-A pull travels while the worker computes; it is installed at a step boundary, and at the latest before the next pull is due.
-With interval 1 that is at once, so one worker with interval 1 is `single`.
+A pull overlaps with computing; its weights are copied in at a step boundary, before the next pull at the latest. With interval
+1 that is at once, so one worker with interval 1 is `single`.
 
-A global batch is as many samples as all live workers read in one step. So a step of the server is as much data as a step of any
-synchronous strategy, whoever delivers it: a fast worker fills in for a slow one. `server_batch: 1` steps at every push.
+A global batch is as many samples as all live workers read in one step. So an update of the server takes as much data as a step
+of a synchronous strategy, but a fast worker may deliver more of it. `server_batch: 1` updates at every push.
 
-Staleness weights are relative: if all that has arrived is equally old, it counts in full. `staleness_bound` refuses what is
-older.
+Staleness weights are relative: gradients of equal age count in full. Those older than `staleness_bound` are refused.
 
-A worker's death costs its unfinished step. Samples whose gradient came to nothing, by that or by its age, are lent again.
-A run over epochs ends when as many samples have counted: what workers still hold then (two leases each) has not, and
-samples of the next epoch have counted in its place.
+A worker's death costs its unfinished step. Samples whose gradient was lost or refused are leased again. A run over epochs ends
+when as many samples have counted: those on lease at that moment (two leases a worker) have not, and samples of the next epoch
+have counted in their place.
 
 Bytes per step and worker, for S bytes of encoded gradients and W bytes of weights:   sent S, received W / interval
 
 Dean et al., "Large scale distributed deep networks", 2012. Staleness weights: Zhang et al., "Staleness-aware Async-SGD",
-2016. A buffer before each step: Nguyen et al., "Federated learning with buffered asynchronous aggregation", 2022.
+2016. Buffered updates: Nguyen et al., "Federated learning with buffered asynchronous aggregation", 2022.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ from smolcluster.parallel.placement import Cost, Node, Placement, Shape, workers
 from smolcluster.strategies.base import StepReport
 from smolcluster.strategies.base.replicated import Pushing
 
-UNANSWERED = 2  # pushes a worker sends before it waits for an answer: a slow server is not flooded
+UNANSWERED = 2  # pushes that a worker may have in flight, so that a slow server is not flooded
 
 
 class EDP(Pushing[EDPOptions]):
     combined = "server, as they arrive"
     _since_pull = 0  # steps
     _pulling = False
-    _staleness = 0  # of my last gradient that was answered
+    _staleness = 0  # of the last acknowledged gradient
 
     @classmethod
     def plan(cls, options: EDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
@@ -66,7 +65,7 @@ class EDP(Pushing[EDPOptions]):
         n, size = len(nodes), shape.parameters * shape.bytes_per_parameter
         gradients, weights = bytes_on_the_wire(options, shape)
         worker = Cost(
-            parameter_bytes=2 * size,  # its own, and the pull on its way
+            parameter_bytes=2 * size,  # its own, and a pull in flight
             gradient_bytes=size,
             optimizer_bytes=shape.optimizer_bytes(size),
             bytes_sent=gradients,
@@ -74,26 +73,26 @@ class EDP(Pushing[EDPOptions]):
             messages=2 * max(1, round(size / (options.bucket_mb * 2**20))),
         )
         smallest = max(1, min(node.batch_size for node in nodes))
-        counted = n if options.server_batch is None else -(-options.server_batch // smallest)  # pushes of a step
+        pushes = n if options.server_batch is None else -(-options.server_batch // smallest)  # in an update
         wanted = options.server_batch or sum(node.batch_size for node in nodes)
         server = server_cost(
             options,
             shape,
             workers=n,
-            pushes=n + -(-wanted // smallest) - 1,  # all push at once, and what came before is one short of a step
-            record_bytes=min(counted * gradients, 4 * shape.parameters),  # as they came, or their average
+            pushes=n + -(-wanted // smallest) - 1,  # all workers push when one push is missing for an update
+            record_bytes=min(pushes * gradients, 4 * shape.parameters),  # as received, or their average
         )
         return Placement(seats=workers_and_server(nodes), costs=[worker] * n, server=server)
 
     def step(self, batch: Batch) -> StepReport:
         replica, rate, interval = self.replica, self.replica.learning_rate, self.options.worker_update_interval
 
-        # My gradient, to the server, and on.
+        # Push my gradient without waiting.
         with self.contribute(batch) as mine:
             mine.loss = loss = replica.compute(batch)
 
-        # My own copy keeps training, unless the server's weights replace it right away.
-        norm = self._train_alone() if interval > 1 else None
+        # Update the local copy, unless the server's weights replace it at once.
+        norm = self._local_step() if interval > 1 else None
         replica.drop_gradients()
         self._since_pull += 1
         if self._since_pull >= interval:
@@ -101,7 +100,7 @@ class EDP(Pushing[EDPOptions]):
             self._since_pull, self._pulling = 0, True
 
         comm = Span(self.context.device)
-        self.rounds.wait_until(self._may_go_on)
+        self.rounds.wait_until(self._may_continue)
         comm.end()
         return StepReport(
             loss=loss,
@@ -114,20 +113,20 @@ class EDP(Pushing[EDPOptions]):
             stop=self.rounds.stop,
         )
 
-    def _may_go_on(self) -> bool:
+    def _may_continue(self) -> bool:
         weights_are_due = self._pulling and self._since_pull + 1 >= self.options.worker_update_interval
         return len(self.rounds.flights) <= UNANSWERED and not weights_are_due
 
-    def _train_alone(self) -> Tensor:
-        """A step of my own copy; not with a gradient that would spoil it, and my optimizer, for good."""
+    def _local_step(self) -> Tensor:
+        """Update the local copy, unless the gradient is not finite. Return its norm."""
         norm = get_total_norm([p.grad for p in self.replica.parameters if p.grad is not None])
         return self.replica.apply() if bool(torch.isfinite(norm)) else norm
 
     def apply(self, result: Committed) -> None:
-        """My push was answered: the server has added it to its weights, or refused it."""
+        """Handle the acknowledgement of a push: the server has counted the gradient, or refused it."""
         self._staleness = result.age
         if result.empty and not self._pulling:
-            self._since_pull = self.options.worker_update_interval  # my copy is too old, or went astray: pull
+            self._since_pull = self.options.worker_update_interval  # the local copy is too old or not finite: pull
 
     def take_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
         for name, own in self.replica.weights().items():

@@ -1,31 +1,29 @@
-"""fsdp (ZeRO), stages 0 and 1: whole models on every worker; in stage 1 the optimizer's state is dealt out.
+"""fsdp (ZeRO), stages 0 and 1: the whole model on every worker; in stage 1 the optimizer's state is sharded.
 
     for each step, on N workers:
         my gradient on my samples, at my weights
         reduce-scatter: the sum of each parameter's gradient goes to its owner                     (stage 1)
         w[own] <- optimizer(w[own], clip(g[own]))
-        all-gather: every owner hands out its updated parameters, and only those
+        all-gather: every owner sends its updated parameters
 
-    stage  also called       cut up          bytes sent and received per step, for S bytes of parameters
+    stage  also called       sharded         bytes sent and received per step, for S bytes of parameters
     0      NO_SHARD          nothing         2 (N-1)/N S    as allreduce
-    1                        optimizer       2 (N-1)/N S    shares are padded to the largest
+    1                        optimizer       2 (N-1)/N S    shards are padded to the largest
     2      SHARD_GRAD_OP     + gradients     stages 2 and 3: fsdp_sharded.py
     3      FULL_SHARD        + parameters
 
-Memory of a worker, with AdamW and P parameters, in bytes: 16 P in stage 0, 8 P + 8 P/N in stage 1; with bf16 there are 2 P
-more that autocast rounds. `param_dtype: bf16` in stage 1 keeps matrices and their gradients rounded, and the owner of a matrix
-has it in full besides: 4 P + 12 P/N.
+Memory of a worker, with AdamW and P parameters, in bytes: 16 P in stage 0, 8 P + 8 P/N in stage 1; with bf16 autocast 2 P more.
+`param_dtype: bf16` in stage 1 keeps matrices and their gradients in bf16, and a full copy at the owner: 4 P + 12 P/N.
 
-Parameters are dealt out in whole (`parallel/shards.py`): each has one owner, who alone updates it. Where members stay,
-gradients travel a buffer full at a time (`parallel/owned_buckets.py`).
+Each parameter has one owner, which alone updates it (`parallel/shards.py`).
 
-Where members come and go (`parallel/owned_sum.py`), the owner passes its sums on to its buddy before a round is committed, and
-both update: so when an owner dies, its buddy takes the committed step in its place and hands the parameters out. In a new view
-the parameters are dealt anew, and optimizer state moves from those who hold it to those who should. Only when a member and its
-buddy die at the same moment is something lost, and the run must go on from its checkpoint. That is 2 (N-1)/N S + S/N bytes, and
-2/N of the optimizer's memory; with `staleness_bound` K gradients take 2 (K + 1) sets. With a `codec` gradients travel encoded,
-while backward runs, to the owner and to its buddy, who both add them up: 2 (N-1)/N S' for S' encoded bytes, in place of
-(N-1)/N S and S/N.
+mesh plane:     gradients are reduced to their owners in buckets (`parallel/owned_buckets.py`).
+elastic plane:  an owner copies its sums to its backup before a round is committed, and both update (`parallel/owned_sum.py`).
+                When an owner dies, its backup sends the parameters in its place. A new view assigns owners again and moves
+                optimizer state to them. If an owner and its backup die together, the run restarts from its checkpoint.
+                2 (N-1)/N S + S/N bytes; 2/N of the optimizer's memory; 2 (K + 1) sets of gradients for `staleness_bound` K.
+                With a `codec` encoded gradients go to the owner and to its backup during backward, and both sum them:
+                2 (N-1)/N S' for S' encoded bytes, in place of (N-1)/N S + S/N.
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
 """
@@ -55,14 +53,14 @@ from smolcluster.tasks.base import Task
 
 
 class FSDP(AllReduce[FSDPOptions]):
-    _owned: OwnedBuckets | None = None  # stage 1 where members stay
+    _owned: OwnedBuckets | None = None  # stage 1 on the mesh plane
 
     @classmethod
     def plan(cls, options: FSDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         stage, n = options.fsdp_stage, len(nodes)
         if stage > 1:
-            said = f"fsdp_stage {stage} needs machines that stay; on the elastic plane there are 0 and 1"
-            return Placement(refusals=[said])
+            refusal = f"fsdp_stage {stage} needs machines that stay; on the elastic plane there are 0 and 1"
+            return Placement(refusals=[refusal])
         if options.shard_size not in (None, n):
             return Placement(refusals=[f"strategy.shard_size is for stages 2 and 3, not {stage}"])
         placement = super().plan(options, nodes, shape)
@@ -91,7 +89,7 @@ class FSDP(AllReduce[FSDPOptions]):
         if self.results_are_whole or context.is_alone:
             return super().combination()
         if context.fixed_group is not None:
-            bucket_bytes, lower = int(options.bucket_mb * 2**20), rounded_by_owners(context, options)
+            bucket_bytes, lower = int(options.bucket_mb * 2**20), lower_dtype(context, options)
             self._owned = OwnedBuckets(self.replica, context.fixed_group, bucket_bytes=bucket_bytes, lower=lower)
             return self._owned
         codec, slots = chosen_codec(options), self.rounds_in_flight + 1
@@ -128,17 +126,17 @@ class FSDP(AllReduce[FSDPOptions]):
         self.replica.buffers.load(state.own)
 
 
-def rounded_by_owners(context: Context, options: ShardOptions, axes: Axes | None = None) -> torch.dtype | None:
-    """Stage 1: the type that matrices are kept in by all but their owners, where that is asked for and loses nothing."""
+def lower_dtype(context: Context, options: ShardOptions, axes: Axes | None = None) -> torch.dtype | None:
+    """Stage 1: return the dtype of matrices outside their owners; None: that of the model. Warn if it is ignored."""
     if options.param_dtype in (None, "fp32"):
         return None
     training, why = context.config.training, ""
     if training.precision == "fp32":
         why = "without a lower training.precision"
     elif axes is not None and axes.tp > 1:
-        why = "where layers are cut up along tp"
+        why = "where layers are sharded along tp"
     elif (axes is not None and axes.pp > 1) or training.grad_accumulation > 1:
-        why = f"where a step adds up several gradients, which {options.param_dtype} would round"
+        why = f"where a step accumulates gradients, which {options.param_dtype} would round"
     if why and context.seat.rank == 0:
         context.warn(f"strategy.param_dtype has no effect in stage 1 {why}")
     return None if why else DTYPES[options.param_dtype]

@@ -1,26 +1,26 @@
-"""fsdp (ZeRO), stages 2 and 3, and hybrid: gradients and parameters are cut up too. torch's FSDP2.
+"""fsdp (ZeRO), stages 2 and 3, and hybrid: gradients and parameters are sharded too, by torch's FSDP2.
 
     for each step, on N workers:
-        my gradient on my samples; parameters that are not here are gathered for as long as they are used     (stage 3)
-        reduce-scatter: each worker gets the mean gradient of its piece
-        w[piece] <- optimizer(w[piece], clip(g[piece]))
-        all-gather: everybody gets the pieces they need                                                       (stage 2)
+        my gradient on my samples; parameters are gathered for each block and freed after it          (stage 3)
+        reduce-scatter: each worker gets the mean gradient of its shard
+        w[shard] <- optimizer(w[shard], clip(g[shard]))
+        all-gather: all workers get the whole parameters                                              (stage 2)
 
-    stage  also called       cut up                      bytes sent and received per step, for S bytes of parameters
+    stage  also called       sharded                     bytes sent and received per step, for S bytes of parameters
     2      SHARD_GRAD_OP     optimizer, gradients        2 (N-1)/N S
     3      FULL_SHARD        + parameters                3 (N-1)/N S    gathered again for backward
 
-HYBRID_SHARD is stage 3 inside a machine, replicated across machines; `shard_size` says other groups than machines. With
-accumulation these stages exchange for each part of a batch; in a pipeline of M micro-batches stage 3 gathers M + 1 times.
+HYBRID_SHARD is stage 3 inside a machine, replicated across machines; `shard_size` sets other groups. With gradient accumulation
+these stages exchange for each micro-batch; in a pipeline of M micro-batches stage 3 gathers M + 1 times.
 
 Memory of a worker, with AdamW and P parameters, in bytes:
 
     stage   fp32            in bf16, weights and sums in fp32
-    2       4 P + 16 P/N    2 P + 16 P/N     ZeRO: 12 and 14 P/N; FSDP2's pieces stay beside what is gathered of them
+    2       4 P + 16 P/N    2 P + 16 P/N     ZeRO: 12 and 14 P/N; FSDP2 keeps the shards beside the gathered parameters
     3       16 P/N          16 P/N           and a few whole blocks while they are in use
 
-There is one group of pieces for each block of the model. In bf16 what is gathered has two bytes for each number instead of
-four, and gradients are averaged in four. Stages 0 and 1: `fsdp.py`; `mesh` has all four along its data axis (`make_exchange`).
+Each block of the model is one FSDP2 group. With bf16 parameters are gathered in bf16 and gradients are averaged in fp32.
+Stages 0 and 1: `fsdp.py`; `mesh` has all four along its data axis (`make_exchange`).
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
 Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", 2023.
@@ -44,7 +44,7 @@ from smolcluster.parallel.fsdp2 import Fsdp2Exchange
 from smolcluster.parallel.owned_buckets import OwnedBuckets
 from smolcluster.parallel.zero import Zero, zero_of
 from smolcluster.strategies.base.parallel import Parallel
-from smolcluster.strategies.fsdp import rounded_by_owners
+from smolcluster.strategies.fsdp import lower_dtype
 
 ShardT = TypeVar("ShardT", bound=ShardOptions)
 
@@ -52,7 +52,7 @@ ShardT = TypeVar("ShardT", bound=ShardOptions)
 class ShardedFSDP(Parallel[FSDPOptions]):
     @classmethod
     def axes(cls, options: FSDPOptions, hosts: Sequence[str]) -> Axes:
-        return cut_up(Axes(shards=len(hosts)), options, hosts, "{} workers")
+        return shard_axes(Axes(shards=len(hosts)), options, hosts, "{} workers")
 
     def make_exchange(self) -> GradientExchange:
         return make_exchange(self)
@@ -62,8 +62,8 @@ class ShardedFSDP(Parallel[FSDPOptions]):
         return zero_of(options)
 
 
-def cut_up(axes: Axes, options: ShardOptions, hosts: Sequence[str], what: str) -> Axes:
-    """The data ranks as replicas of groups that share one set of pieces; `what` names their number in an error."""
+def shard_axes(axes: Axes, options: ShardOptions, hosts: Sequence[str], what: str) -> Axes:
+    """Split the data axis into replicas and shards, as `shard_size` asks; `what` names its length in an error."""
     data, size = axes.data, options.shard_size
     if size is not None and size != data and options.fsdp_stage < 2:
         raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
@@ -74,7 +74,7 @@ def cut_up(axes: Axes, options: ShardOptions, hosts: Sequence[str], what: str) -
 
 
 def make_exchange(strategy: Parallel[ShardT]) -> GradientExchange:
-    """What `fsdp_stage` says, along the data axis."""
+    """Return the gradient exchange of `fsdp_stage` along the data axis."""
     options = strategy.options
     axes, group, weight, mesh = strategy.mesh_axes, strategy.data, strategy.weight, strategy.mesh
     if axes.data == 1:
@@ -86,21 +86,21 @@ def make_exchange(strategy: Parallel[ShardT]) -> GradientExchange:
             where = "over all ranks, which are on one machine: as FULL_SHARD"
         elif axes.shards == 1:
             where = "nowhere, as no two ranks of the data axis share a machine: as NO_SHARD"
-        context.tell(f"HYBRID_SHARD: cut up {where}; {axes.replicas} x {axes.shards}")
+        context.tell(f"HYBRID_SHARD: sharded {where}; {axes.replicas} x {axes.shards}")
     bucket_bytes = int(options.bucket_mb * 2**20)
     if options.fsdp_stage == 0 or axes.shards == 1:
         return GradientExchange(
             weight, group, lambda r: BucketSum(r.parameters, group, bucket_bytes=bucket_bytes, num_slots=1)
         )
     if options.fsdp_stage == 1:
-        lower = rounded_by_owners(context, options, axes)
+        lower = lower_dtype(context, options, axes)
         return GradientExchange(
             weight, group, lambda r: OwnedBuckets(r, group, bucket_bytes=bucket_bytes, lower=lower), lower=lower
         )
     assert mesh is not None
     names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
     if options.cpu_offload and context.device.type == "cpu":
-        context.warn("strategy.cpu_offload has no effect: there is no GPU to take the load off")
+        context.warn("strategy.cpu_offload has no effect: this rank has no GPU")
     return Fsdp2Exchange(
         mesh[names],
         group,

@@ -1,15 +1,15 @@
-"""mesh (3D): pipeline x data x tensor parallel, any product that fits the number of ranks; pieces of long sequences too.
+"""mesh (3D): pipeline x data x tensor parallel, or data x context x tensor parallel; the product is the number of ranks.
 
-    rank = ((pp * dp + d) * cp + c) * tp + t      tp innermost: it exchanges most, and neighbours are often on one machine
+    rank = ((p * dp + d) * cp + c) * tp + t      tp innermost: it exchanges most, and neighbours are often on one machine
 
-    axis   what is shared out                   read
+    axis   what is sharded                      see
     pp     layers, one after the other          pipeline.py
     dp     samples; with fsdp_stage also        fsdp_sharded.py
            optimizer, gradients, parameters
     cp     the tokens of each sequence          ../parallel/context.py
     tp     the work of each layer               tensor.py
 
-An axis that is not said takes what the others leave, dp first. The steps of a step stand in `parallel.py`.
+`dp` defaults to the ranks that the other axes leave. The phases of a step: `base/parallel.py`.
 
 Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
 """
@@ -30,9 +30,9 @@ from smolcluster.parallel.stages import Shapes, holders, num_microbatches
 from smolcluster.parallel.tensor_styles import Fusions, shared_shapes
 from smolcluster.parallel.zero import Zero, zero_of
 from smolcluster.strategies.base.parallel import Parallel
-from smolcluster.strategies.fsdp_sharded import cut_up, make_exchange
+from smolcluster.strategies.fsdp_sharded import make_exchange, shard_axes
 from smolcluster.strategies.pipeline import make_pipe
-from smolcluster.strategies.tensor import share_out
+from smolcluster.strategies.tensor import shard_layers
 
 
 class Mesh(Parallel[MeshOptions]):
@@ -42,18 +42,19 @@ class Mesh(Parallel[MeshOptions]):
         num_ranks, tp, pp, cp = len(hosts), options.tp, options.pp, options.cp
         if cp > 1 and pp > 1:
             raise UserError(f"cp {cp} x pp {pp}: a pipeline has whole sequences; use one of them, with dp and tp")
-        said = f"tp {tp} x pp {pp}" if cp == 1 else f"tp {tp} x cp {cp}"
+        product = f"tp {tp} x pp {pp}" if cp == 1 else f"tp {tp} x cp {cp}"
         if num_ranks % (tp * pp * cp):
             raise UserError(
-                f"{said} does not divide {num_ranks} workers; the product must be one of {divisors(num_ranks)}"
+                f"{product} does not divide {num_ranks} workers; the product must be one of {divisors(num_ranks)}"
             )
         dp = options.dp or num_ranks // (tp * pp * cp)
         if dp * tp * pp * cp != num_ranks:
             raise UserError(
-                f"dp {dp} x {said} = {dp * tp * pp * cp} and there are {num_ranks} workers; "
+                f"dp {dp} x {product} = {dp * tp * pp * cp} and there are {num_ranks} workers; "
                 f"with the others as they are, dp must be {num_ranks // (tp * pp * cp)}"
             )
-        return cut_up(Axes(pp=pp, shards=dp * cp, cp=cp, tp=tp), options, hosts, "dp {}" if cp == 1 else "dp x cp = {}")
+        what = "dp {}" if cp == 1 else "dp x cp = {}"
+        return shard_axes(Axes(pp=pp, shards=dp * cp, cp=cp, tp=tp), options, hosts, what)
 
     @classmethod
     def cuts_sequences(cls, options: MeshOptions) -> bool:
@@ -65,16 +66,16 @@ class Mesh(Parallel[MeshOptions]):
 
     @classmethod
     def gathers(cls, options: MeshOptions, axes: Axes, nodes: Sequence[Node]) -> int:
-        """In a pipeline, for forward of each micro-batch, and once more for backward."""
         if axes.pp == 1:
             return 2
+        # In a pipeline, for forward of each micro-batch, and once more for backward.
         return 1 + num_microbatches(options, [node.batch_size for node in nodes], len(holders(axes.pp, options)))
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, model)
 
-    def share_out(self, model: nn.Module) -> Fusions | None:
-        return share_out(self, model)
+    def shard_layers(self, model: nn.Module) -> Fusions | None:
+        return shard_layers(self, model)
 
     def make_exchange(self) -> GradientExchange:
         return make_exchange(self)

@@ -1,28 +1,28 @@
-"""pipeline: each rank has some of the layers; micro-batches follow each other through them.
+"""pipeline: each rank has some of the layers; micro-batches flow through the ranks.
 
     a step, on P ranks with M micro-batches:
-        rank p gets the activations of micro-batch m from rank p-1, runs its layers, sends them on
-        the last rank takes the loss; gradients of activations travel back the same way
-        when all micro-batches are through:  w <- optimizer(w, clip(g))
+        rank p receives the activations of micro-batch m from rank p-1, runs its layers, sends the result to rank p+1
+        the last rank computes the loss; gradients of activations go back the same way
+        after all micro-batches:  w <- optimizer(w, clip(g))
 
-    schedule      stages a rank   what it does                                              idle share of the time
+    schedule      stages a rank   order                                                     bubble
     sequential    1               one micro-batch: plain model parallelism                  (P-1)/P
     gpipe         1               all forward, then all backward                            (P-1)/(M+P-1)
     1f1b          1               forward and backward alternate: activations of P          (P-1)/(M+P-1)
                                   micro-batches at most
-    interleaved   V               as 1f1b, each rank with V pieces of the model             (P-1)/(V M+P-1)
-    zero-bubble   V               backward in two halves; weights' gradients fill the gaps  towards 0
-    zbv           2               the same, pieces in a V: rank p has stages p and 2P-1-p   towards 0
+    interleaved   V               as 1f1b, with V stages on each rank                       (P-1)/(V M+P-1)
+    zero-bubble   V               backward in two halves; weight gradients fill the bubble  towards 0
+    zbv           2               the same, in a V: rank p has stages p and 2P-1-p          towards 0
 
-The schedules are torch's (`torch.distributed.pipelining`). How a model is cut stands in `parallel/stages.py`, and for one
-that neither says so nor is an `nn.Sequential` in `parallel/tracing.py`; `parallel/split.py` measures how fast the ranks are.
-The task's loss calls the model once, as `model(inputs)`: on the first rank that call shows what goes in, on the last it is
-answered with what came out. Parameter names stay those of the whole model.
+The schedules are torch's (`torch.distributed.pipelining`). `parallel/stages.py` splits the model into stages,
+`parallel/tracing.py` finds the layers of a model that is neither `Pipelined` nor an `nn.Sequential`, and `parallel/split.py`
+measures the ranks. The task's loss calls `model(inputs)` once: on the first rank that captures the inputs, on the last it
+returns the outputs of the pipeline. Parameter names stay those of the whole model.
 
-A weight that the first and the last stage both use (a tied head) lives on both; their gradients are added.
+A weight that the first and the last stage both use (a tied head) is on both; its gradients are summed.
 
-Bytes per step, sent and received each, for A bytes of activations of a whole batch: A for each cut between stages that a
-rank is at. So 2 A on inner ranks and A on the outer ones, about V times that with V stages a rank; a tied weight adds its own.
+Bytes per step, sent and received each, for A bytes of activations of a whole batch: A for each neighbouring stage on another
+rank. So 2 A on inner ranks and A on the outer ones, about V times that with V stages a rank; a tied weight adds its own size.
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019, and "Efficient large-scale language model training on GPU
 clusters using Megatron-LM", 2021 (interleaved). Qi et al., "Zero bubble pipeline parallelism", 2023.
@@ -63,20 +63,20 @@ class Pipeline(Parallel[PipelineOptions]):
 
 
 def make_pipe(strategy: Parallel[PipelineT], model: nn.Module) -> Pipe | None:
-    """This rank's stages, where there is a pipeline."""
+    """Return the stages of this rank; None without a pipeline."""
     axes, options = strategy.mesh_axes, strategy.options
     if axes.pp == 1:
         return None
     assert strategy.mesh is not None
-    said = options.layer_distribution
-    at_least = sum(said) if isinstance(said, list) else len(holders(axes.pp, options))
+    split = options.layer_distribution
+    at_least = sum(split) if isinstance(split, list) else len(holders(axes.pp, options))
     layers = layers_of(model) or trace_layers(strategy.task, strategy.context.example, at_least=at_least)
     counts = None
-    if said == "auto":
+    if split == "auto":
         counts = measured_split(strategy.context, strategy.task, model, layers, axes=axes, options=options)
     cut = Cut.plan(layers.count, axes.pp, options, counts)
     ends = sorted({cut.ranks[0], cut.ranks[-1]})
-    pair: Group | None = None  # the ranks of the first and the last stage, where they are two
+    pair: Group | None = None  # the ranks of the first and the last stage, where they differ
     if len(ends) == 2:
         for ranks in axes.lines("pp"):
             pair = strategy.context.group.sub([ranks[end] for end in ends]) or pair

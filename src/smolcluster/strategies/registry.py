@@ -1,4 +1,4 @@
-"""A strategy's code and its options, by name. What is known of it without them is in `config/strategies.py`."""
+"""Find a strategy's class and options by name. The records are in `config/strategies.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def find_strategy(name: str, plane: str | None = None, options: Options | None = None) -> type[Strategy[Options]]:
-    """The class that runs on this plane, with these options; None: on the first that it has, with the usual ones."""
+    """Return the class for this plane (default: the strategy's first) and these options (default: its defaults)."""
     record = record_of(name)
     plane = plane or record.planes[0]
     if plane not in record.where:
@@ -31,13 +31,9 @@ def find_strategy(name: str, plane: str | None = None, options: Options | None =
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UserError(f"strategy {record.name}: {where} cannot be imported: {error}") from error
-    said = record.options_on(plane)
-    if said is not None and (
-        not issubclass(said, found.Config) or set(said.model_fields) - set(found.Config.model_fields)
-    ):
-        text = (
-            f"its record has the options {said.__name__}, and {attribute} has {found.Config.__name__}; name one class"
-        )
+    declared, used = record.options_on(plane), found.Config
+    if declared is not None and (not issubclass(declared, used) or declared.model_fields.keys() - used.model_fields):
+        text = f"its record has the options {declared.__name__}, and {attribute} has {used.__name__}; name one class"
         raise UserError(f"strategy {record.name}: {text}")
     if plane == "elastic":
         from smolcluster.strategies.base.replicated import Exchanging
@@ -51,21 +47,21 @@ def find_strategy(name: str, plane: str | None = None, options: Options | None =
 
 
 def read_options(section: StrategyConfig, *, plane: str | None = None) -> tuple[Options, list[str]]:
-    """The strategy's own options out of the section, and the names of those set that it does not use on this plane."""
+    """Return the strategy's options from the section, and the names of set keys that it does not use on this plane."""
     record = record_of(section.name)
-    made = record.options_on(plane or record.planes[0]) or find_strategy(section.name, plane).Config
-    said, known = section.said(), made.on(plane)
-    if "reduce_bucket_size" in said and "bucket_mb" in known:
-        if "bucket_mb" in said:
-            raise UserError("strategy.bucket_mb and strategy.reduce_bucket_size say the same; leave one of them out")
-        said["bucket_mb"] = said.pop("reduce_bucket_size") * 4 / 2**20
+    options_class = record.options_on(plane or record.planes[0]) or find_strategy(section.name, plane).Config
+    given, known = section.given(), options_class.on(plane)
+    if "reduce_bucket_size" in given and "bucket_mb" in known:
+        if "bucket_mb" in given:
+            raise UserError("strategy.bucket_mb and strategy.reduce_bucket_size are the same; leave one of them out")
+        given["bucket_mb"] = given.pop("reduce_bucket_size") * 4 / 2**20
     try:
-        options = made(**{k: v for k, v in said.items() if k in known})
+        options = options_class(**{k: v for k, v in given.items() if k in known})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"strategy.{place} = {first['input']!r}: {first['msg']}") from error
-    return options, sorted(said.keys() - known.keys())
+    return options, sorted(given.keys() - known.keys())
 
 
 def not_used(name: str, plane: str, ignored: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""single: one process, one device. Every other strategy is held against this one.
+"""single: one process, one device. The reference for every other strategy.
 
     for each step:
         g <- gradient of the loss on the batch
@@ -22,8 +22,8 @@ class Single(Replicated[Options]):
     @classmethod
     def plan(cls, options: Options, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         if len(nodes) != 1:
-            said = f"strategy single has one worker, not {len(nodes)}; use --workers 1 or --strategy allreduce"
-            return Placement(refusals=[said])
+            refusal = f"strategy single has one worker, not {len(nodes)}; use --workers 1 or --strategy allreduce"
+            return Placement(refusals=[refusal])
         if shape is None:
             return Placement(seats=worker_on_each(nodes))
         size = shape.parameters * shape.bytes_per_parameter

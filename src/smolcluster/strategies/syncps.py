@@ -1,8 +1,7 @@
 """syncps (SyncPS): a synchronous parameter server.
 
     server, for t = 1, 2, ...:
-        collect the gradients of step t, from all workers but known stragglers; `timeout` seconds after the first, go on
-            with those that came
+        collect the gradients of step t from all workers but known stragglers, for `timeout` seconds after the first
         g_t <- their mean, weighted by samples (or targets, where the task counts them); record it
         send g_t to all
         w <- optimizer(w, clip(g_t))
@@ -10,22 +9,22 @@
 
     worker, for each step t:
         push my gradient on my share of batch t
-        w <- optimizer(w, clip(g_t))                          as soon as g_t comes
-        w <- alpha * server's w + (1 - alpha) * w             when the server's weights come; alpha is `polyak_alpha`
+        w <- optimizer(w, clip(g_t))                          when g_t arrives
+        w <- alpha * server's w + (1 - alpha) * w             when the server's weights arrive; alpha is `polyak_alpha`
 
-Only gradients of the current step count. One that comes late is refused and counted; the g_t it missed are already on their
-way, so its worker catches up by applying them in order. A worker that reads too slowly to keep up gets the whole state again.
+Only gradients of the current step count. A late one is refused (`stale_rejected`); its worker receives each g_t that it missed
+and applies them in order. A worker that reads too slowly to keep up receives the whole state instead.
 
-A worker that was late is a straggler: it costs the others one `timeout`, not one per step. It sits out until its late gradient
-has come, then starts with the others on the next step. Its gradients count if they come before the server is done, but the
-server waits for it again only once it has delivered one within `timeout` of the first of its step. Late gradients tell its
-speed, too: with `batch_size: auto` it gets fewer samples and keeps up.
+A late worker is a straggler: it costs the others one `timeout`, not one per step. It gets no lease until its late gradient has
+arrived, then joins the next step. Its gradients count if they arrive before the server is done, but the server waits for it
+again only after one came within `timeout` of the first of its step. Late gradients are timed, too: with `batch_size: auto` a
+straggler gets fewer samples.
 
-With a lossy codec g_t is what everybody decodes, the server included, so that all of them take the same step.
+With a lossy codec all apply the decoded g_t, the server included, so that all take the same step.
 
-With interval 1 and alpha 1 this is `single`. A worker's death costs the server nothing but its share of one step; the
-server's death costs the unfinished step, since every g_t is recorded before it is sent: as it is sent, or where error feedback
-goes on from step to step as the gradients it is the mean of.
+With interval 1 and alpha 1 this is `single`. A worker's death costs its share of one step; the server's death costs the
+unfinished step, since every g_t is recorded before it is sent: encoded as it is sent, or with error feedback as the gradients
+it is the mean of.
 
 Bytes per step and worker, for S bytes of encoded gradients and W bytes of weights:   sent S, received S + W / interval
 """
@@ -49,7 +48,7 @@ from smolcluster.strategies.base.replicated import Pushing
 
 class SyncPS(Pushing[SyncPSOptions]):
     _norm: Tensor | None = None
-    _pulled = 0  # the step of the last weights that came
+    _pulled = 0  # the step of the last weights received
 
     @classmethod
     def plan(cls, options: SyncPSOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
@@ -58,14 +57,14 @@ class SyncPS(Pushing[SyncPSOptions]):
         n, size = len(nodes), shape.parameters * shape.bytes_per_parameter
         gradients, weights = bytes_on_the_wire(options, shape)
         worker = Cost(
-            parameter_bytes=2 * size,  # its own, and the server's as they come
-            gradient_bytes=2 * size,  # my own and the average
+            parameter_bytes=2 * size,  # its own, and the server's
+            gradient_bytes=2 * size,  # its own, and the average
             optimizer_bytes=shape.optimizer_bytes(size),
             bytes_sent=gradients,
             bytes_received=gradients + weights // options.worker_update_interval,
             messages=3 * max(1, round(size / (options.bucket_mb * 2**20))),
         )
-        # The average as it is sent; with error feedback what it was made of.
+        # The encoded average; with error feedback its parts.
         record = min(n * gradients, 4 * shape.parameters) if chosen_codec(options).feedback else gradients
         server = server_cost(options, shape, workers=n, pushes=n, record_bytes=record)
         return Placement(seats=workers_and_server(nodes), costs=[worker] * n, server=server)
@@ -73,12 +72,12 @@ class SyncPS(Pushing[SyncPSOptions]):
     def step(self, batch: Batch) -> StepReport:
         replica, rate, self._norm = self.replica, self.replica.learning_rate, None
 
-        # My gradient, to the server.
+        # Push my gradient.
         with self.contribute(batch) as mine:
             mine.loss = loss = replica.compute(batch)
         replica.drop_gradients()
 
-        # The average, and the server's weights when they are due.
+        # Wait for the average, and for the server's weights when they are due.
         comm = Span(self.context.device)
         due = batch.step if batch.step % self.options.worker_update_interval == 0 else 0
         self.rounds.wait_until(lambda: not self.rounds.flights and self._pulled >= due)
@@ -101,8 +100,8 @@ class SyncPS(Pushing[SyncPSOptions]):
         alpha, self._pulled = self.options.polyak_alpha, step
         for name, own in self.replica.weights().items():
             if own.is_floating_point():
-                theirs = weights[name].to(own.device, own.dtype)
-                own.copy_(theirs) if alpha == 1.0 else own.mul_(1 - alpha).add_(theirs, alpha=alpha)
+                server = weights[name].to(own.device, own.dtype)
+                own.copy_(server) if alpha == 1.0 else own.mul_(1 - alpha).add_(server, alpha=alpha)
 
     def rejoined(self) -> None:
         self._pulled = self.replica.updates

@@ -1,22 +1,22 @@
-"""tensor: every layer's work is shared out among the ranks; all of them work on the same samples.
+"""tensor: every layer is sharded over the ranks; all ranks work on the same samples.
 
-    a block, on T ranks (Megatron):
-        x   my tokens of the stream                          (sequence parallel; else all of them)
+    a block, on N ranks (Megatron):
+        x: this rank's tokens of the residual stream         (sequence parallel; else all tokens)
         all-gather x over the ranks
-        heads, or inner columns, of mine:  y <- attention(x), or mlp(x)
-        reduce-scatter: the sum of all ranks' y, my tokens of it
+        y <- attention(x) with this rank's heads, or mlp(x) with its columns
+        reduce-scatter: this rank's tokens of the sum of y over ranks
         x <- x + y
 
-    the embedding and the head are dealt out by rows of the vocabulary; the loss is taken over the pieces
-    without gathering the logits (vocabulary parallel)
+    the embedding and the head are sharded by rows of the vocabulary; the loss is computed on the shards, without
+    gathering the logits (vocabulary parallel)
 
-Which module is treated how stands in a table beside the model (`models/gpt_tensor.py`); torch's DTensor does the rest. A model
-of one's own follows the protocol `TensorSharded` (`models/protocols.py`).
+A table beside the model maps each module to a parallel style (`models/gpt_tensor.py`), and torch's DTensor applies it. Your own
+model follows the protocol `TensorSharded` (`models/protocols.py`).
 
-Bytes per step, sent and received each, for L layers and A bytes of stream activations (B x T x D):
-    forward and backward each: 2 L + 1 all-gathers and as many reduce-scatters of A, the one more for the embedding and the
-    head: (8 L + 4) (N-1)/N A. Over gloo a reduce-scatter moves twice as much: (12 L + 6) (N-1)/N A; without sequence
-    parallelism these are all-reduces, and 8 L + 4 there too.
+Bytes per step, sent and received each, for L layers and A bytes of residual stream (batch x tokens x width):
+    forward and backward each: 2 L + 1 all-gathers and as many reduce-scatters of A; the +1 is for the embedding and the head:
+    (8 L + 4) (N-1)/N A. Over gloo a reduce-scatter moves twice as much: (12 L + 6) (N-1)/N A; without sequence parallelism
+    all-reduces replace them: 8 L + 4 there too.
 
 Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism", 2019.
 Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022.
@@ -60,12 +60,12 @@ class TensorParallel(Parallel[TensorOptions]):
     def parts(cls, options: TensorOptions, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
         return [shared_shapes(model, part, axes.tp) for part in super().parts(options, model, axes, nodes)]
 
-    def share_out(self, model: nn.Module) -> Fusions | None:
-        return share_out(self, model)
+    def shard_layers(self, model: nn.Module) -> Fusions | None:
+        return shard_layers(self, model)
 
 
-def share_out(strategy: Parallel[OptionsT], model: nn.Module) -> Fusions | None:
-    """Deal the model's layers out along the tensor axis, by its table. Returns how its fused layers were reordered."""
+def shard_layers(strategy: Parallel[OptionsT], model: nn.Module) -> Fusions | None:
+    """Shard the model's layers along tp by its table of styles. Return how its fused layers were reordered."""
     if strategy.mesh_axes.tp == 1:
         return None
     assert strategy.mesh is not None
@@ -73,22 +73,19 @@ def share_out(strategy: Parallel[OptionsT], model: nn.Module) -> Fusions | None:
     size = mesh.size()
     if sequence_parallel:
         check_sequence(strategy.context.example(1), size)
-    said = table_of(model, size)
-    fusions = Fusions(said["fused"], size)
+    table = table_of(model, size)
+    fusions = Fusions(table["fused"], size)
     for name, parameter in model.named_parameters():
         fusions.arrange_(name, parameter)
     styles = styles_of(sequence_parallel)
-    # From the leaves up: a module's hooks must see its children as they will be.
+    # Children first: the hooks of a module must see them as DTensors.
     for name, module in sorted(model.named_modules(), key=lambda item: -item[0].count(".")):
-        pattern = next((p for p in said["styles"] if fnmatch.fnmatchcase(name, p)), None)
+        pattern = next((p for p in table["styles"] if fnmatch.fnmatchcase(name, p)), None)
         if pattern is not None:
-            styles[said["styles"][pattern]](module)._apply(module, mesh)
+            styles[table["styles"][pattern]](module)._apply(module, mesh)
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if left:
-        raise UserError(f"tensor_styles() of {type(model).__name__} says nothing about {left[0]}")
+        raise UserError(f"tensor_styles() of {type(model).__name__} has no style for {left[0]}")
     assert isinstance(model, TensorSharded)
     model.shared_out(size, sequence_parallel=sequence_parallel)
     return fusions
-
-
-# Styles

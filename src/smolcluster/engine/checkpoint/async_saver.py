@@ -1,7 +1,7 @@
-"""Saving while training goes on.
+"""Save checkpoints in the background.
 
 Training stops only for one memory copy of its state (`Saver.snapshot_tensors`). A thread then writes that copy; hashing
-and writing release the interpreter's lock. A save that fails is reported and training goes on.
+and writing release the GIL. A save that fails is reported, and training continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FREE_SETS = 6  # weights, optimizer and the rest of one snapshot being written 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _PendingSave:
     snapshot: Snapshot
     best: bool
     final: bool
@@ -43,15 +43,14 @@ class Store(Protocol):
 
 
 class Saver(Closing):
-    """Writes snapshots to a store in the background: at most one being written and one waiting.
+    """Write snapshots to a store in the background: at most one being written and one waiting.
 
-    When a snapshot arrives while another waits, the newer one takes its place. But a waiting `best` gives way only to a
-    newer `best` (a plain newcomer is skipped instead), and a `final` one is never given up: `submit` then blocks until
-    there is room. `on_skipped(step, by)` tells which step was given up and for which. With `patient`, nothing is given up:
-    where every rank writes a part, all must save the same steps.
+    A new snapshot replaces the waiting one. But a waiting `best` is replaced only by a newer `best` (another new snapshot is
+    skipped instead), and a `final` one never: `submit` then blocks until there is room. `on_skipped(step, by)` gets the
+    skipped step and the one kept instead. `patient` skips nothing: ranks that write parts must all save the same steps.
 
-    `on_saved` and `on_failed` are called on the writing thread, `on_skipped` on the caller's. An error that is neither
-    of the disk nor of the user is a bug: the next `submit`, `wait` or `close` raises it.
+    `on_saved` and `on_failed` are called on the writing thread, `on_skipped` on the caller's. The next `submit`, `wait` or
+    `close` raises an error that is neither of the disk nor of the user.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Saver(Closing):
         self._on_saved, self._on_failed, self._on_skipped = on_saved, on_failed, on_skipped
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._changed = threading.Condition()  # guards the next three
-        self._waiting: _Job | None = None
+        self._waiting: _PendingSave | None = None
         self._writing = False
         self._bug: BaseException | None = None
         self._future: Future[None] | None = None
@@ -75,24 +74,21 @@ class Saver(Closing):
         self._reserved: list[Future[None]] = []
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Makes memory for a copy of `tensors` ready in the background.
-
-        Without it the first `snapshot_tensors` makes it, which takes far longer than the copy (pinning 4 GB: 3 s).
-        """
+        """Allocate memory for a copy of `tensors` in the background: it takes longer than the copy (pinning 4 GB: 3 s)."""
         self._reserved.append(self._executor.submit(self._buffers.reserve, _describe(tensors)))
 
     def snapshot_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A copy on the CPU, in the memory of an earlier snapshot where there is one that is written.
+        """Copy to the CPU, into the memory of a written snapshot if there is one.
 
-        After `submit` the copy belongs to the saver, which will use its memory again: do not keep it.
+        After `submit` the copy belongs to the saver, which reuses its memory.
         """
         while self._reserved:
             self._reserved.pop().result()
         return self._buffers.copy(tensors)
 
     def submit(self, snapshot: Snapshot, *, best: bool = False, final: bool = False, stall_s: float = 0.0) -> None:
-        """Queues a snapshot of its own memory. `stall_s` is how long training stood still for it, for the report."""
-        job = _Job(snapshot, best, final, stall_s)
+        """Queue a snapshot in memory of its own. `stall_s`: how long training stopped for it, for the report."""
+        job = _PendingSave(snapshot, best, final, stall_s)
         with self._changed:
             self._raise_bug()
             waiting = self._waiting
@@ -100,25 +96,25 @@ class Saver(Closing):
                 self._changed.wait_for(lambda: self._waiting is None)
                 self._raise_bug()
                 waiting = None
-            given_up: _Job | None = waiting
+            skipped: _PendingSave | None = waiting
             if waiting is not None and waiting.best and not best:
-                given_up, job = job, waiting
+                skipped, job = job, waiting
             if not self._writing:
                 self._future = self._executor.submit(self._write_all)
                 self._writing = True
             self._waiting = job
-        if given_up is not None:
-            self._release(given_up)
+        if skipped is not None:
+            self._release(skipped)
             if self._on_skipped is not None:
-                self._on_skipped(given_up.snapshot.step, job.snapshot.step)
+                self._on_skipped(skipped.snapshot.step, job.snapshot.step)
 
     def wait(self) -> None:
-        """Returns when everything submitted is written, or has failed and was reported."""
+        """Wait until every submitted snapshot is written, or reported as failed."""
         if self._future is not None:
             self._future.result()
 
     def close(self) -> None:
-        """Waits, then ends the thread."""
+        """Wait, then end the thread."""
         try:
             self.wait()
         finally:
@@ -129,7 +125,6 @@ class Saver(Closing):
             raise self._bug
 
     def _write_all(self) -> None:
-        """The thread's work: one job after the other until none waits."""
         try:
             while (job := self._next()) is not None:
                 self._write(job)
@@ -140,7 +135,7 @@ class Saver(Closing):
                 self._changed.notify_all()
             raise
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _PendingSave | None:
         with self._changed:
             job, self._waiting = self._waiting, None
             if job is None:
@@ -148,7 +143,7 @@ class Saver(Closing):
             self._changed.notify_all()
             return job
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: _PendingSave) -> None:
         start = time.perf_counter()
         try:
             path = self._store.save(job.snapshot, best=job.best)
@@ -167,7 +162,7 @@ class Saver(Closing):
             )
         )
 
-    def _release(self, job: _Job) -> None:
+    def _release(self, job: _PendingSave) -> None:
         self._buffers.release(job.snapshot.weights)
         self._buffers.release(job.snapshot.optimizer)
         self._buffers.release(job.snapshot.extra)
@@ -175,7 +170,7 @@ class Saver(Closing):
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """What one copied tensor needs. `same_as` names the tensor whose memory it shares."""
+    """The memory of one copied tensor. `same_as` names the tensor whose memory it shares."""
 
     name: str
     shape: torch.Size
@@ -201,14 +196,14 @@ def _describe(tensors: Mapping[str, Tensor]) -> Sequence[_Slot]:
 
 
 class SnapshotBuffers:
-    """Memory for copies of tensors, used again once a copy is released: fresh pages cost more than the copy itself."""
+    """Memory for copies of tensors, reused after `release`: allocating pages takes longer than the copy."""
 
     def __init__(self) -> None:
         self._free: list[_Copies] = []
         self._lock = threading.Lock()  # the training thread copies, the writing thread releases
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies to the CPU; tied tensors stay tied. From CUDA through pinned memory, with one wait at the end."""
+        """Copy to the CPU; tied tensors stay tied. From CUDA into pinned memory, with one synchronization at the end."""
         slots = _describe(tensors)
         copies = self._take(slots) or _Copies(slots)
         streams = set()
@@ -223,14 +218,14 @@ class SnapshotBuffers:
         return copies
 
     def reserve(self, slots: Sequence[_Slot]) -> None:
-        """Adds memory for one copy, its pages already there."""
+        """Allocate memory for one copy, and touch its pages."""
         copies = _Copies(slots)
         for tensor in copies.values():
             tensor.zero_()
         self.release(copies)
 
     def release(self, copies: Mapping[str, Tensor]) -> None:
-        """Gives a copy back. Dicts that did not come from `copy` are left alone."""
+        """Free the memory of a copy for reuse. Other dicts are ignored."""
         if isinstance(copies, _Copies):
             with self._lock:
                 self._free = [*self._free, copies][-_FREE_SETS:]

@@ -1,11 +1,11 @@
-"""A run's weights for other tools: a folder that Hugging Face's `transformers` loads.
+"""Export a run's weights as a folder that Hugging Face's `transformers` loads.
 
     OUT/
-        config.json          the shape, under their keys
-        model.safetensors    the weights, under their names (models/hugging_face.py)
+        config.json          the shape, with their keys
+        model.safetensors    the weights, with their names (models/hugging_face.py)
         tokenizer.json, ...  tokenizer and chat template, where the run has them as files (tokenizer_files.py)
 
-All are written and flushed in a `.tmp-` folder beside OUT, which then takes its name: OUT is whole or not there.
+All are written and flushed in a `.tmp-` folder beside OUT, which is then renamed: OUT is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Exported:
     damaged: list[str]  # newer checkpoints that could not be read
     num_parameters: int
     tokenizer: str
-    has_tokenizer: bool  # the folder holds its files
+    has_tokenizer: bool  # its files are in the folder
 
 
 def export_run(run: Path, out: Path, *, checkpoint: str | None = None, dtype: str = "fp32") -> Exported:
-    """Writes a checkpoint of a run (the latest, unless one is named) as a Hugging Face folder `out`.
+    """Write a checkpoint of a run (default: the latest) as a Hugging Face folder `out`.
 
     `run` is a run directory, its folder of checkpoints, or one checkpoint in it.
     """
@@ -60,13 +60,13 @@ def export_run(run: Path, out: Path, *, checkpoint: str | None = None, dtype: st
     shape = _shape(config, snapshot, place)
     weights = {name: _cast(name, tensor, dtype) for name, tensor in snapshot.weights.items()}
     try:
-        theirs, tensors = export_config(shape, dtype=DTYPES[dtype]), export_weights(shape, weights)
+        hf_config, tensors = export_config(shape, dtype=DTYPES[dtype]), export_weights(shape, weights)
     except ValueError as error:
         raise UserError(f"{place.path} cannot be exported: {error}") from error
     files = tokenizer_of(place, config.data)
-    write_folder(out, theirs, tensors, beside=files)
+    write_folder(out, hf_config, tensors, beside=files)
     return Exported(
-        architecture=theirs["architectures"][0],
+        architecture=hf_config["architectures"][0],
         checkpoint=folder_name(snapshot.step),
         damaged=damaged,
         num_parameters=shape.num_parameters,
@@ -76,7 +76,7 @@ def export_run(run: Path, out: Path, *, checkpoint: str | None = None, dtype: st
 
 
 def check_free(out: Path) -> None:
-    """Nothing is written over, and nobody's working folder is taken from under them."""
+    """Refuse a folder that is not empty, and the current one."""
     try:
         if out.is_symlink() or (out.exists() and not out.is_dir()):
             raise UserError(f"{out} is not a folder; name a new one")
@@ -85,7 +85,7 @@ def check_free(out: Path) -> None:
         if out.resolve() == Path.cwd():
             raise UserError("OUT is the folder you are in; name a new one inside it")
     except OSError as error:
-        raise UserError(f"cannot look into {out}: {error.strerror or error}; name another folder") from error
+        raise UserError(f"cannot read {out}: {error.strerror or error}; name another folder") from error
 
 
 def write_folder(
@@ -96,7 +96,7 @@ def write_folder(
     beside: Mapping[str, bytes] | None = None,
     files: Files | None = None,
 ) -> None:
-    """Write the folder in one piece: the shape, the weights, and the files in `beside`."""
+    """Write the folder atomically: the shape, the weights, and the files in `beside`."""
     files = files or Files()
     temporary = out.parent / temporary_name(out.name)
     try:
@@ -122,7 +122,7 @@ def write_folder(
 
 
 def _find(run: Path, checkpoint: str | None) -> tuple[RunDir, str]:
-    """The run, and which of its checkpoints is meant."""
+    """Return the run and the name of the checkpoint."""
     if not run.is_dir():
         raise UserError(f"there is no run at {run}; name a run directory, or a checkpoint folder inside one")
     run = run.resolve()
@@ -135,7 +135,7 @@ def _find(run: Path, checkpoint: str | None) -> tuple[RunDir, str]:
 
 def _read_config(place: RunDir) -> Config:
     if not place.config.is_file():
-        raise UserError(f"{place.path} has no config.yaml, which says the model's shape; name the directory of a run")
+        raise UserError(f"{place.path} has no config.yaml, which has the model's shape; name the directory of a run")
     config = load_config([place.config])
     if config.task is not None:
         raise UserError(
@@ -166,7 +166,7 @@ def _load(place: RunDir, which: str) -> tuple[Snapshot, list[str]]:
 
 
 def _shape(config: Config, snapshot: Snapshot, place: RunDir) -> DecoderConfig:
-    """The shape as config.yaml has it. A vocabulary that was left to the tokenizer is read off the weights."""
+    """Return the shape in config.yaml, with the size of the vocabulary from the weights where it is automatic."""
     found = vocabulary({name: tuple(tensor.shape) for name, tensor in snapshot.weights.items()})
     if found is None:
         raise UserError(
@@ -179,5 +179,5 @@ def _shape(config: Config, snapshot: Snapshot, place: RunDir) -> DecoderConfig:
 def _cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
     result = tensor.to(DTYPES[dtype])
     if not bool(torch.isfinite(result).all()) and bool(torch.isfinite(tensor).all()):
-        raise UserError(f"{name} has values that {dtype} cannot hold; use --dtype bf16 or fp32")
+        raise UserError(f"{name} has values that {dtype} cannot represent; use --dtype bf16 or fp32")
     return result

@@ -1,7 +1,7 @@
-"""A model that others have saved becomes a run at step 0: `train --resume` goes on from its weights, with any strategy.
+"""Import a saved model as a run at step 0, which `train --resume` continues with any strategy.
 
 RUN/
-    config.yaml                   the model's shape, as its config.json says; all else by default
+    config.yaml                   the model's shape, from its config.json; all else by default
     tokenizer/                    its tokenizer and chat template, where it has them (tokenizer_files.py)
     checkpoints/step-00000000/    its weights
 """
@@ -29,21 +29,18 @@ from smolcluster.models.protocols import DecoderConfig
 
 
 def import_model(source: Path, run: Path) -> tuple[DecoderConfig, str | None]:
-    """From a folder with config.json and model.safetensors to a run directory.
-
-    Returns the model's shape, and the name of its tokenizer where the folder has one.
-    """
+    """Make a run directory from a folder with config.json and model.safetensors. Return the shape and the tokenizer's name."""
     RunDir(run).check_free(resume=False)
     try:
         shape, weights = load(source)
-        theirs = read_json(source / CONFIG)
+        tokenizer = with_stop_tokens(read_tokenizer(source), read_json(source / CONFIG))
     except ValueError as error:
         raise UserError(f"cannot import: {error}") from error
-    return shape, _write_run(run, shape, weights, with_stop_tokens(read_tokenizer(source), theirs), name=source.name)
+    return shape, _write_run(run, shape, weights, tokenizer, name=source.name)
 
 
 def import_gguf(file: Path, run: Path, tokenizer: Mapping[str, bytes]) -> tuple[DecoderConfig, str | None]:
-    """The same from a GGUF file; `tokenizer` has the files that its header was made into."""
+    """Make a run directory from a GGUF file. `tokenizer`: its files, converted from the header."""
     RunDir(run).check_free(resume=False)
     try:
         source = GGUF(file)

@@ -1,7 +1,7 @@
-"""The tensors in a checkpoint's files, read when they are asked for.
+"""Read the tensors in a checkpoint's files on access.
 
-A tensor is one entry of one file, or boxes in the files of several ranks that fill it exactly. What does not fit together is
-found when the files are opened, from their headers alone.
+A tensor is one entry of one file, or boxes in the files of several ranks that fill it exactly. That is checked by the headers
+when the files are opened.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class FileEntry(BaseModel):
-    """What a manifest says of a file."""
-
     sha256: Digest
     size: Size
     tensors: Size | None = None
@@ -43,7 +41,7 @@ class _Box:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
-    same_as: str | None  # the tensor whose bytes these are
+    same_as: str | None  # the tensor that has the same bytes (a tied weight)
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -51,29 +49,30 @@ class _Box:
 
     def overlaps(self, other: _Box) -> bool:
         sides = zip(self.slices, other.slices, strict=True)
-        return all(mine.start < theirs.stop and theirs.start < mine.stop for mine, theirs in sides)
+        return all(a.start < b.stop and b.start < a.stop for a, b in sides)
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Whole tensors by name; each access reads anew. `wholes`: their shapes, where the files hold boxes."""
+    """Whole tensors by name; each access reads the files. `full_shapes`: their shapes, where the files hold boxes."""
 
     def __init__(
-        self, folder: Path, entries: Mapping[str, FileEntry], wholes: Mapping[str, Sequence[int]] | None
+        self, folder: Path, entries: Mapping[str, FileEntry], full_shapes: Mapping[str, Sequence[int]] | None
     ) -> None:
         self._folder = folder
-        self._boxes: dict[str, list[_Box]] = {} if wholes is None else {name: [] for name in wholes}
+        self._boxes: dict[str, list[_Box]] = {} if full_shapes is None else {name: [] for name in full_shapes}
         self._files: dict[str, Any] = {}
         for file, entry in entries.items():
             try:
-                found = list(self._contents(file, entry, in_parts=wholes is not None))
+                found = list(self._contents(file, entry, in_parts=full_shapes is not None))
             except (SafetensorError, OSError, ValueError) as error:
                 raise self._damaged(file, f"not a valid safetensors file: {error}") from error
             for name, box in found:
-                if wholes is not None and name not in self._boxes:
+                if full_shapes is not None and name not in self._boxes:
                     raise self._damaged(file, f"'{name}' is not in the manifest")
                 self._boxes.setdefault(name, []).append(box)
         self._shapes = {
-            name: boxes[0].shape if wholes is None else tuple(wholes[name]) for name, boxes in self._boxes.items()
+            name: boxes[0].shape if full_shapes is None else tuple(full_shapes[name])
+            for name, boxes in self._boxes.items()
         }
         for name, boxes in self._boxes.items():
             self._check_filled(name, boxes)
@@ -98,7 +97,7 @@ class StoredTensors(Mapping[str, Tensor]):
             yield name, _Box(file, key, offsets, shape, stored.get_dtype(), same_as)
 
     def _check_filled(self, name: str, boxes: Sequence[_Box]) -> None:
-        """Every element once."""
+        """Check that the boxes contain every element once."""
         shape = self._shapes[name]
         fits = all(
             len(box.offsets) == len(box.shape) == len(shape)
@@ -109,7 +108,7 @@ class StoredTensors(Mapping[str, Tensor]):
         if not (fits and whole and len({box.dtype for box in boxes}) <= 1) or any(
             one.overlaps(other) for one, other in itertools.combinations(boxes, 2)
         ):
-            raise DamagedCheckpoint(f"{self._folder.name}: the files do not hold '{name}' {shape} exactly once")
+            raise DamagedCheckpoint(f"{self._folder.name}: the files do not contain '{name}' {shape} exactly once")
 
     def _damaged(self, file: str, what: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(f"{self._folder.name}/{file}: {what}")
@@ -118,7 +117,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return dict(self._shapes)
 
     def read_all(self) -> dict[str, Tensor]:
-        """All of them, in memory; what shared its bytes shares them again."""
+        """Read all tensors into memory and close the files; tied tensors stay tied."""
         result: dict[str, Tensor] = {}
         aliases = {}
         for name, boxes in self._boxes.items():
@@ -132,13 +131,13 @@ class StoredTensors(Mapping[str, Tensor]):
         return result
 
     def close(self) -> None:
-        """Some systems do not let go of a file that is open. Nothing can be read afterwards."""
+        """Close the files: some systems cannot remove or rename open ones."""
         self._files.clear()
 
     def __getitem__(self, name: str) -> Tensor:
         boxes, shape = self._boxes[name], self._shapes[name]
         if len(boxes) == 1:
-            return self._read(boxes[0]).clone()  # the library maps the file, which may go away
+            return self._read(boxes[0]).clone()  # safetensors maps the file, which may be removed
         parts = [self._read(box) for box in boxes]
         full = torch.empty(shape, dtype=parts[0].dtype) if parts else torch.empty(shape)
         for box, part in zip(boxes, parts, strict=True):

@@ -1,12 +1,11 @@
-"""Tensors to safetensors files, and one hash for a set of weights.
+"""Write tensors to safetensors files, and hash a set of weights.
 
-The file format is that of the safetensors library: eight bytes with the length of the header (little-endian), the
-header as JSON padded with spaces to a multiple of eight, then the raw little-endian bytes of every tensor without gaps.
-Tensors with larger elements come first, so that each one is aligned.
+The format is that of the safetensors library: eight bytes with the length of the header (little-endian), the header as JSON
+padded with spaces to a multiple of eight, then the raw little-endian bytes of every tensor without gaps. Tensors with larger
+elements come first, so that each one is aligned.
 
-We write it ourselves: that needs no second copy of the tensors, hashes while writing, and leaves the interpreter
-free for training (hashing and writing large buffers both release its lock). We read with the library (`lazy_tensors.py`), whose
-checks of a header (lengths, overlaps, overflow) are well tried.
+This writer needs no second copy of the tensors, hashes while writing, and releases the GIL for large buffers. Files are read
+with the library (`lazy_tensors.py`), whose checks of a header (lengths, overlaps, overflow) are well tested.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from smolcluster.durable_files import OutputFile
 from smolcluster.errors import UserError
 
-CHUNK_BYTES = 16 << 20  # large enough that the interpreter's lock, needed between two chunks, costs nothing
+CHUNK_BYTES = 16 << 20  # large enough that taking the GIL between two chunks costs nothing
 
 _NAMES = {
     torch.float64: "F64",
@@ -45,7 +44,7 @@ _NAMES = {
 
 
 class HashedFile:
-    """Counts and hashes what passes through to a file."""
+    """Count and hash the bytes written to a file."""
 
     def __init__(self, file: OutputFile) -> None:
         self._file = file
@@ -65,7 +64,7 @@ class HashedFile:
 
 @dataclasses.dataclass(frozen=True)
 class TensorFile:
-    """What goes into one file: the header, the distinct tensors in file order, and who shares whose bytes."""
+    """The contents of one file: the header, the distinct tensors in file order, and the aliases of tied ones."""
 
     header: bytes
     tensors: list[Tensor]
@@ -73,7 +72,7 @@ class TensorFile:
 
     @classmethod
     def plan(cls, tensors: Mapping[str, Tensor]) -> TensorFile:
-        """Lays out a file without touching the disk. Tied tensors are stored once, under the first of their names."""
+        """Lay out a file without writing it. Tied tensors are stored once, under the first of their names."""
         for name, tensor in tensors.items():
             _check_storable(name, tensor)
         aliases = find_aliases(tensors)
@@ -97,7 +96,7 @@ class TensorFile:
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Which names show the very same memory in the same way: {alias: first name}, in sorted order."""
+    """Return the names of identical views of one memory: {alias: first name}, in sorted order."""
     first: dict[tuple[object, ...], str] = {}
     aliases = {}
     for name in sorted(tensors):
@@ -111,18 +110,18 @@ def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The elements in row-major order as little-endian bytes: a view, no copy, of a dense tensor on the CPU."""
+    """Return the elements in row-major order as little-endian bytes: a view, no copy, of a dense tensor on the CPU."""
     assert sys.byteorder == "little", "checkpoints are written on little-endian machines only"
     dense = tensor.detach().cpu().contiguous()
     return dense.reshape(-1).view(torch.uint8).numpy().data
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
-    """One string by which two sets of weights can be compared.
+    """Return a SHA-256 to compare two sets of weights.
 
-    SHA-256 over, for each name in sorted order: the name, the element type and the shape, each in UTF-8 and ended by
-    a zero byte (`blocks.0.attn.weight\\0float32\\0768,256\\0`; the shape of a scalar is empty), then the elements in
-    row-major order as little-endian bytes. Tied tensors count under each of their names.
+    For each name in sorted order: the name, the element type and the shape, each in UTF-8 and ended by a zero byte
+    (`blocks.0.attn.weight\\0float32\\0768,256\\0`; the shape of a scalar is empty), then the elements in row-major order as
+    little-endian bytes. Tied tensors count under each of their names.
     """
     sha256 = hashlib.sha256()
     for name in sorted(weights):
@@ -142,8 +141,8 @@ def _chunks(data: bytes | memoryview) -> Iterator[memoryview]:
 
 def _check_storable(name: str, tensor: Tensor) -> None:
     if name == "__metadata__":
-        raise UserError("a tensor cannot be called '__metadata__': safetensors keeps that name for itself; rename it")
+        raise UserError("a tensor cannot be named '__metadata__': safetensors reserves that name; rename it")
     if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or tensor.is_meta:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
         what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-        raise UserError(f"tensor '{name}' ({what}) cannot be saved; a checkpoint holds dense tensors of {known}")
+        raise UserError(f"tensor '{name}' ({what}) cannot be saved; a checkpoint contains dense tensors of {known}")

@@ -1,23 +1,22 @@
-"""One checkpoint: what is in it, and its folder on disk.
+"""One checkpoint: its contents and its folder on disk.
 
     step-00000100/
         weights.safetensors      the whole model, unsharded
         optimizer.safetensors    "<state name>/<parameter name>", for example "exp_avg/blocks.0.attn.qkv.weight"
         state.json               everything else that resuming needs: data position, counters, loss scale, ...
-        strategy.safetensors     only where there is such: what no other strategy can use, of all ranks together
+        strategy.safetensors     state that only the same strategy can use, if any: of all ranks together
                                  ("all/...": gradients in flight) or of one rank ("3/...": its own buffers)
         manifest.json            format, step, and the size and SHA-256 of the files above and of itself
 
-Where every rank has only a part of the model, each writes its part (`sharded_save.py`), and the manifest has the shape of each
-whole tensor:
+Ranks that have only a part of the model write their parts (`sharded_save.py`), and the manifest has the full shapes:
 
-        weights-0.safetensors, weights-1.safetensors, ...      boxes of the tensors: "<name>@<where the box begins>", for
+        weights-0.safetensors, weights-1.safetensors, ...      boxes of the tensors: "<name>@<offsets of the box>", for
         optimizer-0.safetensors, ...                           example "blocks.0.attn.qkv.weight@96,0"
         strategy-1.safetensors, ...                            whole tensors
 
-The manifest is written last: a folder without a good manifest is not a checkpoint. Its own hash is its first entry and
-is taken over its bytes with the 64 digits of that hash set to '0', so that a single flipped bit anywhere is found.
-Reading runs no code from a checkpoint and allocates no more than the files hold.
+The manifest is written last: a folder without a valid manifest is not a checkpoint. Its first entry is its own hash, computed
+with the 64 digits of that hash set to '0', so that any flipped bit is found. Reading runs no code from a checkpoint and
+allocates no more than the size of its files.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from smolcluster.strategies.base import IN_FLIGHT, State
 
 FORMAT = "smolcluster-checkpoint"
 VERSION = 3
-_WHOLE, _IN_PARTS, _WITH_EXTRA = 1, 2, 3  # versions: a checkpoint in one piece is still one that older programs read
+_UNSHARDED, _SHARDED, _WITH_EXTRA = 1, 2, 3  # versions: older programs still read an unsharded checkpoint
 
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 EXTRA = "strategy.safetensors"
-ALL = "all"  # of an extra tensor, instead of a rank: it is shared by all
+ALL = "all"  # scope of an extra tensor that all ranks share, instead of a rank
 _CONTENTS = (WEIGHTS, OPTIMIZER, STATE)
 _PART = re.compile(r"(weights|optimizer|strategy)-[0-9]{1,6}\.safetensors")
 
@@ -69,7 +68,7 @@ Layout = dict[str, dict[str, list[int]]]  # of "weights" and "optimizer": the sh
 class Snapshot:
     """The state of a run after `step` steps. Tensors are on the CPU; `state` and `info` are JSON values.
 
-    Tensors are whole. Where `wholes` is given, they are the boxes that rank `part` saves, by their names in its file.
+    With `full_shapes` the tensors are the boxes that rank `part` saves, by their names in its file; else they are whole.
     """
 
     step: int
@@ -79,7 +78,7 @@ class Snapshot:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
     extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # "all/..." or "<rank>/..."
-    wholes: Layout | None = None
+    full_shapes: Layout | None = None
     part: int = 0
 
 
@@ -99,30 +98,30 @@ class Manifest(BaseModel):
         return sum(entry.size for entry in self.files.values())
 
 
-class Others(Protocol):
-    """The ranks that write the rest of a checkpoint."""
+class OtherRanks(Protocol):
+    """The ranks that write the other parts of a checkpoint."""
 
     def begin(self, step: int, folder: str) -> None:
-        """They may write into the folder of this name."""
+        """Let them write into the folder of this name."""
 
     def collect(self, step: int) -> tuple[dict[str, Any], Layout]:
-        """Waits until they have written. Returns their files' entries and the shapes of what is in them. Raises OSError."""
+        """Wait until they have written. Return the entries of their files and the full shapes. Raises OSError."""
 
-    def give_up(self, step: int) -> None:
-        """Nothing comes of it: returns when nobody writes any more."""
+    def abort(self, step: int) -> None:
+        """Return when no rank writes into the folder any more."""
 
 
 class Encoded:
-    """A snapshot ready to be written. Making one refuses what cannot be saved, before the disk is touched."""
+    """A snapshot ready to be written. Raises for a snapshot that cannot be saved, before anything is written."""
 
     def __init__(self, snapshot: Snapshot, *, best: bool) -> None:
         if snapshot.step < 0:
-            raise ValueError(f"a snapshot's step is a count, not {snapshot.step}")
-        self.step, self.best, self.wholes = snapshot.step, best, snapshot.wholes
+            raise ValueError(f"the step of a snapshot cannot be {snapshot.step}")
+        self.step, self.best, self.full_shapes = snapshot.step, best, snapshot.full_shapes
         self.tensor_files = {WEIGHTS: TensorFile.plan(snapshot.weights), OPTIMIZER: TensorFile.plan(snapshot.optimizer)}
         if snapshot.extra:
             self.tensor_files[EXTRA] = TensorFile.plan(snapshot.extra)
-        if snapshot.wholes is not None:
+        if snapshot.full_shapes is not None:
             files = self.tensor_files.items()
             self.tensor_files = {name.replace(".", f"-{snapshot.part}."): plan for name, plan in files if plan.tensors}
         self.state = json.dumps(_checked(snapshot.state, "state")).encode("utf-8")
@@ -132,35 +131,35 @@ class Encoded:
         }
         self.info = json.loads(json.dumps(_checked(snapshot.info, "info")))
 
-    def write_to(self, folder: Path, *, files: Files, others: Others | None = None) -> None:
-        """Writes all files into an empty folder, each flushed to the disk, the manifest last. `others` write theirs."""
+    def write_to(self, folder: Path, *, files: Files, others: OtherRanks | None = None) -> None:
+        """Write all files into an empty folder, each flushed to the disk, the manifest last."""
         if others is not None:
             others.begin(self.step, folder.name)
         entries = self.write_tensors(folder, files=files)
         entries[STATE] = _write_file(folder / STATE, self.state, files=files)
-        wholes = self.wholes
-        if others is not None and wholes is not None:
-            theirs, more = others.collect(self.step)
-            entries |= theirs
-            wholes = {kind: wholes[kind] | more.get(kind, {}) for kind in wholes}
-            _check_parts(folder, entries, wholes)
+        full_shapes = self.full_shapes
+        if others is not None and full_shapes is not None:
+            other_entries, other_shapes = others.collect(self.step)
+            entries |= other_entries
+            full_shapes = {kind: shapes | other_shapes.get(kind, {}) for kind, shapes in full_shapes.items()}
+            _check_parts(folder, entries, full_shapes)
         with files.create(folder / MANIFEST) as raw:
-            raw.write(self._manifest(entries, wholes))
+            raw.write(self._manifest(entries, full_shapes))
             raw.fsync()
 
     def write_tensors(self, folder: Path, *, files: Files) -> dict[str, Any]:
-        """The files with tensors. Returns their entries in the manifest."""
+        """Write the files with tensors. Return their entries in the manifest."""
         entries = {}
         for name, plan in self.tensor_files.items():
             entry = _write_file(folder / name, plan, files=files)
             entries[name] = entry | {"tensors": len(plan.tensors), "aliases": plan.aliases}
         return entries
 
-    def _manifest(self, entries: dict[str, Any], wholes: Layout | None) -> bytes:
+    def _manifest(self, entries: dict[str, Any], full_shapes: Layout | None) -> bytes:
         fields = {
             "sha256": _NO_DIGEST,
             "format": FORMAT,
-            "version": _WITH_EXTRA if _extra_in(entries) else _WHOLE if wholes is None else _IN_PARTS,
+            "version": _WITH_EXTRA if _extra_in(entries) else _UNSHARDED if full_shapes is None else _SHARDED,
             "step": self.step,
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             "best": self.best,
@@ -168,19 +167,19 @@ class Encoded:
             "metrics": self.metrics,
             "info": self.info,
         }
-        if wholes is not None:
-            fields["wholes"] = wholes
+        if full_shapes is not None:
+            fields["wholes"] = full_shapes
         raw = json.dumps(fields, indent=2).encode("utf-8")
         return _with_digest(raw, hashlib.sha256(raw).hexdigest())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, its own hash checked. Raises DamagedCheckpoint."""
+    """Return the manifest of a checkpoint after checking its hash. Raises DamagedCheckpoint."""
     where = f"{folder.name}/{MANIFEST}"
     if _size(folder, MANIFEST) > _MANIFEST_LIMIT_BYTES:
         raise DamagedCheckpoint(f"{where}: far too large for a manifest")
     raw = (folder / MANIFEST).read_bytes()
-    # The hash comes first: nothing a damaged manifest says is worth looking at, not even its version.
+    # Check the hash before anything else, even the version: a damaged manifest must not be interpreted.
     found = hashlib.sha256(_with_digest(raw, _NO_DIGEST)).hexdigest()
     if raw != _with_digest(raw, found):
         raise DamagedCheckpoint(f"{where}: its bytes do not match the hash in its first line")
@@ -208,7 +207,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def manifest_sha256(folder: Path) -> str | None:
-    """By which two ranks can tell whether they see the same checkpoint."""
+    """Return the hash of the manifest, by which two ranks compare checkpoints; None if it cannot be read."""
     try:
         return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     except OSError:
@@ -216,7 +215,7 @@ def manifest_sha256(folder: Path) -> str | None:
 
 
 def verify(folder: Path) -> Manifest:
-    """Checks size and hash of every file. Raises DamagedCheckpoint with the file and what differs."""
+    """Check size and hash of every file. Raises DamagedCheckpoint with the file and the difference."""
     try:
         manifest = read_manifest(folder)
         for name, entry in manifest.files.items():
@@ -233,16 +232,15 @@ def verify(folder: Path) -> Manifest:
 
 
 def read_checkpoint(folder: Path, *, optimizer: bool = True, lazily: bool = False) -> Snapshot:
-    """Verifies a checkpoint and loads it. Raises DamagedCheckpoint, or UserError for a newer format.
+    """Verify a checkpoint and load it. Raises DamagedCheckpoint, or UserError for a newer format.
 
-    Without the optimizer's tensors it takes a third of the memory; they are verified all the same. Lazily, tensors are read
-    when they are asked for, each time anew.
+    `optimizer=False` takes a third of the memory, and verifies all files too. `lazily`: each access reads a tensor.
     """
     return open_checkpoint(folder, verify(folder), optimizer=optimizer, lazily=lazily)
 
 
 def open_checkpoint(folder: Path, manifest: Manifest, *, optimizer: bool = True, lazily: bool = False) -> Snapshot:
-    """The same, of a checkpoint that was verified already, perhaps by another rank."""
+    """Load a checkpoint that was verified already, perhaps by another rank."""
     weights = _stored(folder, manifest, WEIGHTS)
     moments = _stored(folder, manifest, OPTIMIZER)
     extra = StoredTensors(folder, {name: manifest.files[name] for name in _extra_in(manifest.files)}, None)
@@ -268,42 +266,41 @@ def _extra_in(files: Iterable[str]) -> list[str]:
 
 
 def state_for(snapshot: Snapshot, *, strategy: str, rank: int | None, num_ranks: int) -> tuple[State, list[str]]:
-    """Return what a strategy can take up of this snapshot, and what it cannot, in words. `rank` None: a server's part."""
+    """Return the state that a strategy can use, and descriptions of the rest. `rank` None: the state of a server."""
     numbers, saved_by = dict(snapshot.state["strategy"]), snapshot.info.get("strategy")
-    state, left = State(weights=snapshot.weights, optimizer=snapshot.optimizer, numbers=numbers), []
+    state, unused = State(weights=snapshot.weights, optimizer=snapshot.optimizer, numbers=numbers), []
     scoped: dict[str, dict[str, str]] = {}  # scope -> name -> key
     for key in snapshot.extra:
         scope, _, name = key.partition("/")
         scoped.setdefault(scope, {})[name] = key
-    alike, shared = saved_by == strategy, scoped.get(ALL, {})
-    if (not alike or rank is None) and (in_flight := numbers.pop("in_flight", [])):
+    same, shared = saved_by == strategy, scoped.get(ALL, {})
+    if (not same or rank is None) and (in_flight := numbers.pop("in_flight", [])):
         numbers["updates"] = snapshot.step  # as if they had changed nothing
         shared = {name: key for name, key in shared.items() if not name.startswith(IN_FLIGHT)}
-        left.append(f"{len(in_flight)} gradients in flight of {saved_by}")
-    if alike:
+        unused.append(f"{len(in_flight)} gradients in flight of {saved_by}")
+    if same:
         state.shared = {name: snapshot.extra[key] for name, key in shared.items()}
     elif shared:
-        left.append(
-            f"what the workers of {saved_by} shared: {', '.join(sorted({n.partition('/')[0] for n in shared}))}"
-        )
-    if alike and rank is not None and snapshot.info.get("world_size") == num_ranks:
+        kinds = sorted({name.partition("/")[0] for name in shared})
+        unused.append(f"shared state of {saved_by}: {', '.join(kinds)}")
+    if same and rank is not None and snapshot.info.get("world_size") == num_ranks:
         state.own = {name: snapshot.extra[key] for name, key in scoped.get(str(rank), {}).items()}
     elif scoped.keys() - {ALL}:
-        left.append(f"the state that each of {snapshot.info.get('world_size')} ranks had of its own")
-    return state, left
+        unused.append(f"the local state of {snapshot.info.get('world_size')} ranks")
+    return state, unused
 
 
-def _check_parts(folder: Path, entries: dict[str, Any], wholes: Layout) -> None:
-    """What the ranks wrote makes up every tensor. Raises DamagedCheckpoint. Only headers are read."""
+def _check_parts(folder: Path, entries: dict[str, Any], full_shapes: Layout) -> None:
+    """Check by headers that the parts of all ranks fill every tensor. Raises DamagedCheckpoint."""
     others = {STATE, *_extra_in(entries)}
     files = {name: FileEntry.model_validate(entry) for name, entry in entries.items() if name not in others}
-    for kind, shapes in wholes.items():
+    for kind, shapes in full_shapes.items():
         mine = {name: entry for name, entry in files.items() if name.startswith(kind)}
         StoredTensors(folder, mine, shapes).close()
 
 
 def check_compatible(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> None:
-    """Raises UserError unless the weights have the names and shapes of this model."""
+    """Raise UserError unless the weights have the names and shapes of this model."""
     weights = snapshot.weights
     saved = weights.shapes() if isinstance(weights, StoredTensors) else {n: tuple(t.shape) for n, t in weights.items()}
     model = {name: tuple(tensor.shape) for name, tensor in model_state.items()}
@@ -317,17 +314,16 @@ def check_compatible(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> N
     if found:
         raise UserError(
             f"the checkpoint of step {snapshot.step} is of another model ({'; '.join(found)}); "
-            "use the config.yaml of the run that saved it, or start afresh without --resume"
+            "use the config.yaml of the run that saved it, or start without --resume"
         )
 
 
 def check_whole(snapshot: Snapshot, replica: Replica) -> None:
-    """Raise UserError if optimizer state was lost: of parameters that this replica trains.
+    """Raise UserError if optimizer state of a trained parameter is missing in an assembled checkpoint of the elastic plane.
 
-    Elsewhere such a parameter may be one that never had a gradient. A strategy whose state is put together from its members'
-    parts on the elastic plane gives each one in every step.
+    In other checkpoints such a parameter may never have had a gradient.
     """
-    leased = "holes" in (snapshot.state.get("sampler") or {})  # as the elastic plane leases samples
+    leased = "holes" in (snapshot.state.get("sampler") or {})  # only the elastic plane leases samples
     record = find_record(str(snapshot.info.get("strategy", "")))
     without = [
         name for name in without_state(replica.model, replica.optimizer, snapshot.optimizer) if not name.endswith(COPY)
@@ -335,7 +331,7 @@ def check_whole(snapshot: Snapshot, replica: Replica) -> None:
     if without and snapshot.optimizer and leased and record is not None and record.assembled:
         raise UserError(
             f"the checkpoint of step {snapshot.step} has no optimizer state for {len(without)} parameters: "
-            f"{first_of(without)}; a worker was lost while it was saved: name another with --resume FOLDER"
+            f"{first_of(without)}; a worker was lost while it was saved: choose another with --resume FOLDER"
         )
 
 
@@ -355,7 +351,7 @@ def _write_file(path: Path, contents: bytes | TensorFile, *, files: Files) -> di
 
 
 def _size(folder: Path, name: str) -> int:
-    """Size of a regular file: a device or a pipe in its place must not be opened."""
+    """Return the size of a regular file; refuse a device or a pipe, which must not be opened."""
     try:
         status = (folder / name).stat()
     except FileNotFoundError as error:
@@ -376,7 +372,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 def _checked(value: Any, where: str) -> Any:
-    """JSON turns other keys into strings without a word, and they would come back changed."""
+    """Refuse keys that are not strings: JSON would silently convert them."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

@@ -1,18 +1,17 @@
-"""The checkpoints of a run: saved so that no crash can lose them, loaded only when every byte is right.
+"""The checkpoints of a run: saved crash-safe, and verified when they are loaded.
 
     checkpoints/
         step-00000100/  step-00000200/  ...    see snapshot.py
         latest, best                           text files with the name of a folder, for people and scripts
-        damaged-step-...                       a checkpoint whose bytes had changed, moved out of the way
-        aside-step-...                         a checkpoint that lay after the point a run was taken back to
-        .tmp-..., .lock                        unfinished work; who may write
+        damaged-step-...                       a checkpoint that failed verification and was written again
+        aside-step-...                         a checkpoint after the step that a run went back to
+        .tmp-..., .lock                        unfinished work; the lock of the writer
 
-Saving, in this order: write a `.tmp-` folder and flush every file, the manifest last; flush the folder; rename it to
-its final name; flush the parent; point `latest` and `best` at it; remove what is no longer kept. A crash at any point
-leaves the previous checkpoint untouched or the new one whole, and the next save clears the rest away. A good checkpoint
-is never overwritten.
+Saving, in this order: write a `.tmp-` folder and flush every file, the manifest last; flush the folder; rename it to its final
+name; flush the parent; point `latest` and `best` at it; remove old checkpoints. A crash at any point leaves the previous
+checkpoint or the new one complete, and the next save removes the rest. A good checkpoint is never overwritten.
 
-Loading takes the highest step whose files all match their hashes. It does not depend on `latest`.
+Loading uses the highest step whose files all match their hashes. It does not depend on `latest`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from smolcluster.engine.checkpoint.snapshot import (
     MANIFEST,
     Encoded,
     Manifest,
-    Others,
+    OtherRanks,
     Snapshot,
     check_compatible,
     read_checkpoint,
@@ -77,17 +76,16 @@ class CheckpointStore:
 
     # Saving
 
-    def save(self, snapshot: Snapshot, *, best: bool = False, others: Others | None = None) -> Path:
-        """Writes a checkpoint and returns its folder. When this returns, a power cut cannot undo it.
+    def save(self, snapshot: Snapshot, *, best: bool = False, others: OtherRanks | None = None) -> Path:
+        """Write a checkpoint durably and return its folder. `others` write parts of it.
 
-        `others` write parts of it. A good checkpoint of the same step is kept as it is; a damaged one is moved aside. Raises
-        OSError when it cannot be written; what was there before is then still there.
+        A good checkpoint of the same step is kept; a damaged one is moved aside. OSError leaves earlier ones as they are.
         """
         encoded = Encoded(snapshot, best=best)
         ensure_folder(self.folder, files=self._files)
         with self._files.lock(self.folder / ".lock") as alone:
             if alone:
-                # What crashes have left: with the lock, nobody is still writing it.
+                # Left by crashes: while this process holds the lock, no other writes.
                 self._remove([path for path in self.folder.iterdir() if path.name.startswith(TEMPORARY)])
             final = self.folder / folder_name(snapshot.step)
             if self._is_good(final):
@@ -102,14 +100,14 @@ class CheckpointStore:
         return final
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Moves checkpoints of later steps out of the way: a run that goes back to `step` writes these steps anew."""
+        """Move checkpoints of later steps aside: a run that goes back to `step` will write these steps again."""
         later = [path for path in self.list() if _step_of(path.name) > step]
         if not later:
             return []
         with self._files.lock(self.folder / ".lock"):
             moved = [self._move_aside(path, "aside") for path in later]
             self._files.fsync_folder(self.folder)
-            # A pointer must not name a folder that will soon hold something else.
+            # A pointer must not name a folder that will be written again.
             for pointer, target in (("latest", next(reversed(self.list()), None)), ("best", self.best())):
                 if target is not None:
                     self._point(pointer, target.name)
@@ -121,7 +119,7 @@ class CheckpointStore:
     def size_bytes(self, path: Path) -> int:
         return read_manifest(path).size_bytes
 
-    def _write(self, final: Path, encoded: Encoded, others: Others | None) -> None:
+    def _write(self, final: Path, encoded: Encoded, others: OtherRanks | None) -> None:
         temporary = self.folder / temporary_name(final.name)
         try:
             self._files.mkdir(temporary)
@@ -132,7 +130,7 @@ class CheckpointStore:
             self._files.rename(temporary, final)
         except OSError:
             if others is not None:
-                others.give_up(encoded.step)
+                others.abort(encoded.step)
             with contextlib.suppress(OSError):
                 self._files.remove(temporary)
             raise
@@ -158,10 +156,10 @@ class CheckpointStore:
             atomic_write_text(self.folder / pointer, f"{name}\n", files=self._files)
 
     def _prune(self, saved: str) -> None:
-        """Keeps the last `keep` and the best. A failure here costs space, not the checkpoint, so it is only logged."""
+        """Remove all but the last `keep` and the best. Failures cost only space, so they are logged."""
         names = [path.name for path in self.list()]
         kept = {saved, *names[-self.keep :], *self._best_names(names)}
-        # The rename takes a checkpoint away in one piece; a crash while removing must not leave half of one.
+        # Rename first: a crash while removing must not leave a partial checkpoint.
         doomed = {self.folder / name: self.folder / temporary_name(name) for name in names if name not in kept}
         if not doomed:
             return
@@ -184,22 +182,18 @@ class CheckpointStore:
     # Loading
 
     def list(self) -> list[Path]:
-        """All checkpoint folders, lowest step first, good or not."""
+        """Return all checkpoint folders, damaged ones too, by step."""
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if _step_of(path.name) >= 0 and path.is_dir()]
         return sorted(found, key=lambda path: _step_of(path.name))
 
     def best(self) -> Path | None:
-        """The folder of the best checkpoint so far."""
         names = self._best_names([path.name for path in self.list()])
         return self.folder / names[0] if names else None
 
     def load_latest(self, *, optimizer: bool = True, lazily: bool = False) -> tuple[Path, Snapshot] | None:
-        """The newest good checkpoint; None when there is none at all.
-
-        Damaged ones are skipped with an error in the log. Raises DamagedCheckpoint when none is good.
-        """
+        """Load the newest good checkpoint; None without any. Damaged ones are logged; raises if all are damaged."""
         paths = self.list()
         damages = []
         for path in reversed(paths):
@@ -211,12 +205,12 @@ class CheckpointStore:
         if damages:
             raise DamagedCheckpoint(
                 f"no good checkpoint in {self.folder}, {len(paths)} damaged ({'; '.join(damages)}); "
-                "restore one from a copy, or start afresh without --resume"
+                "restore one from a copy, or start without --resume"
             )
         return None
 
     def load(self, which: str | Path = "latest", *, optimizer: bool = True, lazily: bool = False) -> Snapshot:
-        """Loads `latest`, `best`, a checkpoint of this store by its name, or any checkpoint by its path."""
+        """Load `latest`, `best`, a checkpoint of this store by its name, or any checkpoint by its path."""
         if which == "latest":
             latest = self.load_latest(optimizer=optimizer, lazily=lazily)
             if latest is None:
@@ -235,14 +229,14 @@ class CheckpointStore:
     def _load(self, path: Path, *, optimizer: bool, lazily: bool) -> Snapshot:
         snapshot = read_checkpoint(path, optimizer=optimizer, lazily=lazily)
         if _step_of(path.name) not in (-1, snapshot.step):
-            raise DamagedCheckpoint(f"{path.name}: holds step {snapshot.step}; the folder was renamed")
+            raise DamagedCheckpoint(f"{path.name}: contains step {snapshot.step}; the folder was renamed")
         return snapshot
 
     def _known(self) -> str:
         return ", ".join(path.name for path in self.list()) or "none"
 
     def _best_names(self, names: Sequence[str]) -> Sequence[str]:
-        """What `best` points to and the newest saved as best, newer first. Only a crash between the two parts them."""
+        """Return the target of `best` and the newest saved as best, newer first: they differ after a crash between the two."""
         pointed = self._target("best")
         marked = next((name for name in reversed(names) if self._was_best(name)), None)
         return sorted({name for name in (pointed, marked) if name and name in names}, key=_step_of, reverse=True)
@@ -254,7 +248,7 @@ class CheckpointStore:
             return False
 
     def _target(self, pointer: str) -> str | None:
-        """The name in a pointer file, when it is the name of a checkpoint."""
+        """Return the checkpoint named in a pointer file."""
         try:
             with (self.folder / pointer).open("rb") as file:
                 name = file.read(_POINTER_LIMIT_BYTES).decode("utf-8").strip()
@@ -264,6 +258,6 @@ class CheckpointStore:
 
 
 def _step_of(name: str) -> int:
-    """The step in a folder's name, or -1 for any other name."""
+    """Return the step in a folder's name, or -1 for any other name."""
     match = re.fullmatch(r"step-([0-9]{8,18})", name)
     return int(match[1]) if match and folder_name(int(match[1])) == name else -1

@@ -1,10 +1,10 @@
-"""The tokenizer and chat template of a model: files that lie beside it, under Hugging Face's names.
+"""The tokenizer and chat template of a model: files beside it, with Hugging Face's names.
 
 RUN/tokenizer/
     tokenizer.json                   or vocab.json and merges.txt
     tokenizer_config.json, ...       special tokens, the chat template, stop tokens
 
-`import` writes them, and a run whose `data.tokenizer` is a path keeps a copy. `train --resume` and `serve` read them, `export`
+`import` writes them, and a run whose `data.tokenizer` is a path has a copy. `train --resume` and `serve` read them, `export`
 writes them beside the weights.
 """
 
@@ -42,7 +42,7 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
 
 
 def with_stop_tokens(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Add the stop tokens of a model's config.json, where no file of the tokenizer has them."""
+    """Add the stop tokens of a model's config.json, unless a file of the tokenizer has them."""
     stop = config.get("eos_token_id")
     if not files or stop is None or GENERATION in files:
         return dict(files)
@@ -62,7 +62,7 @@ def tokenizer_of(run: RunDir, data: DataConfig) -> dict[str, bytes]:
 
 
 def tokenizer_at(name: str) -> dict[str, bytes]:
-    """Return the files of a tokenizer that is named by its path. Empty: there is none, or it is not made of these files."""
+    """Return the files of a tokenizer by its path. Empty: there is none, or it has another format."""
     path = Path(name).expanduser()
     if path.is_file():
         return read_tokenizer(path.parent) if path.name == DEFINITION else {}
@@ -70,17 +70,17 @@ def tokenizer_at(name: str) -> dict[str, bytes]:
 
 
 def tokenizer_info(task: object) -> dict[str, Any]:
-    """Return what a checkpoint records of the tokenizer that a task reads text with. Empty: it reads no text of ours."""
+    """Return what a checkpoint records of a task's tokenizer. Empty: the task has none of ours."""
     tokenizer: Tokenizer | None = getattr(vars(task).get("text"), "tokenizer", None)  # opened with the data
     return {} if tokenizer is None else {"tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}}
 
 
 def check_tokenizer(info: Mapping[str, Any], task: object) -> None:
-    """Raise UserError where a checkpoint was trained with another tokenizer than the one that text is read with now."""
+    """Raise UserError where a checkpoint was trained with another tokenizer."""
     before, now = info.get("tokenizer"), tokenizer_info(task).get("tokenizer")
     if not isinstance(before, dict) or now is None or before.get("fingerprint") == now["fingerprint"]:
         return
     raise UserError(
-        f"this model reads text with the tokenizer {before.get('name')}, and data.tokenizer is now {now['name']}, which gives "
-        f"other tokens; go on with data.tokenizer={before.get('name')}, or leave data.tokenizer to the run"
+        f"this model was trained with the tokenizer {before.get('name')}, and data.tokenizer is now {now['name']}, which gives "
+        f"other tokens; use data.tokenizer={before.get('name')}, or leave it out"
     )

@@ -32,12 +32,12 @@ class MemberSide(ABC):
         self._epoch = 0  # of the last WELCOME
         self.replica.led = True
         state_bytes = sum(t.nbytes for t in self.replica.weights().values())
-        self._line.allow(Kind.STATE, most_bytes=8 * state_bytes + 2**20)
+        self._link.allow(Kind.STATE, most_bytes=8 * state_bytes + 2**20)
 
     @property
-    def _line(self) -> ServerLink:
-        assert self.context.line is not None
-        return self.context.line
+    def _link(self) -> ServerLink:
+        assert self.context.server_link is not None
+        return self.context.server_link
 
     def introduction(self) -> dict[str, Any]:
         """Return what a strategy adds to JOIN."""
@@ -62,7 +62,7 @@ class MemberSide(ABC):
         count = welcome.meta.get("state")
         if count is None:
             return
-        tensors = self._line.state(count)
+        tensors = self._link.state(count)
         if tensors is not None:  # else the link was lost, and another WELCOME follows
             state = State.unpacked(tensors, welcome.meta["numbers"])
             state.own = self.recall(welcome.step) if self.recall is not None else {}
@@ -72,10 +72,10 @@ class MemberSide(ABC):
         """Return the next lease; None when the run is over."""
         while not self._over:
             self._check_stop()
-            message = self._line.get(0)
-            if message is None and self._line.leases:
-                return self._line.leases.popleft()
-            message = message or self._line.get()
+            message = self._link.get(0)
+            if message is None and self._link.leases:
+                return self._link.leases.popleft()
+            message = message or self._link.get()
             if message is not None:
                 self._handle(message)
         return None

@@ -69,10 +69,10 @@ class ParameterServer(ServerSide):
         self.context, self.replica, self.strategy = context, strategy.replica, strategy
         self.tokens_per_sample = tokens_per_sample
         self.init_serving()
-        parcels = PackedModel(self.replica, strategy.options)
-        self._shapes, self._buffer_shapes = parcels.shapes, parcels.buffer_shapes
-        self._gradients, self._weights, self._buffers = parcels.gradients, parcels.weights, parcels.buffers
-        self._dense_bytes = parcels.dense_bytes
+        packed = PackedModel(self.replica, strategy.options)
+        self._shapes, self._buffer_shapes = packed.shapes, packed.buffer_shapes
+        self._gradients, self._weights, self._buffers = packed.gradients, packed.weights, packed.buffers
+        self._dense_bytes = packed.dense_bytes
         self._trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
         self._pushes: dict[tuple[int, int], Push] = {}
         self._claims = Claims(self.server_context.count)

@@ -63,11 +63,11 @@ class PushedRounds(ServerRounds, MemberSide):
         self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
         self._one_by_one = strategy.combined == "server, as they arrive"
         self.init_member()
-        self._parcels = parcels = PackedModel(self.replica, strategy.options)
-        self._line.expect(Kind.WEIGHTS, parcels.weights.payloads())
+        self._packed = packed = PackedModel(self.replica, strategy.options)
+        self._link.expect(Kind.WEIGHTS, packed.weights.payloads())
         if not self._one_by_one:
-            self._line.expect(Kind.AVERAGE, parcels.gradients.payloads())
-        self._feedback = Feedback() if parcels.codec.feedback else None
+            self._link.expect(Kind.AVERAGE, packed.gradients.payloads())
+        self._feedback = Feedback() if packed.codec.feedback else None
         self._server_weights = {n: torch.empty(t.shape) for n, t in self.replica.weights().items()}
         self._version = 0  # of the server's weights that this worker's derive from
         self._counted = False  # weights count targets
@@ -77,11 +77,11 @@ class PushedRounds(ServerRounds, MemberSide):
         return True
 
     def pull(self) -> None:
-        self._line.send(Kind.PULL, epoch=self._epoch)
+        self._link.send(Kind.PULL, epoch=self._epoch)
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         while not (self._over or self._rejoined or done()):
-            message = self._line.get()
+            message = self._link.get()
             assert message is not None
             self._handle(message)
 
@@ -92,11 +92,11 @@ class PushedRounds(ServerRounds, MemberSide):
         if self._feedback is None:
             return {}
         own = self._feedback.state_dict(committed=True)
-        return {f"{self._parcels.codec.name}/{name}": tensor for name, tensor in own.items()}
+        return {f"{self._packed.codec.name}/{name}": tensor for name, tensor in own.items()}
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         if self._feedback is not None:
-            self._feedback.load_state_dict(under(f"{self._parcels.codec.name}/", tensors))
+            self._feedback.load_state_dict(under(f"{self._packed.codec.name}/", tensors))
 
     # Pushing a gradient
 
@@ -116,22 +116,22 @@ class PushedRounds(ServerRounds, MemberSide):
         def send(channel: int, payload: Tensor, codec: str) -> None:
             meta = said if channel == 0 else {}
             step, epoch = mine.step, self._epoch
-            self._line.send(Kind.PUSH, step=step, channel=channel, epoch=epoch, codec=codec, meta=meta, payload=payload)
+            self._link.send(Kind.PUSH, step=step, channel=channel, epoch=epoch, codec=codec, meta=meta, payload=payload)
 
-        parcels, gradients = self._parcels, self._take_gradients()
+        packed, gradients = self._packed, self._take_gradients()
         self.replica.buffers.settle()
         try:
             if gradients is None:
                 said["scale"] = self.replica.loss_scale
                 raise CodecError("the gradient overflowed in fp16")
-            for channel, payload in parcels.gradients.encode(gradients, key=mine.step, feedback=self._feedback):
-                send(channel, payload, parcels.codec.name)
-            for channel, payload in parcels.buffers.encode(self.replica.weights()):
-                send(len(parcels.gradients) + channel, payload, "fp32")
+            for channel, payload in packed.gradients.encode(gradients, key=mine.step, feedback=self._feedback):
+                send(channel, payload, packed.codec.name)
+            for channel, payload in packed.buffers.encode(self.replica.weights()):
+                send(len(packed.gradients) + channel, payload, "fp32")
         except CodecError as why:
             if self._feedback is not None:
                 self._feedback.undo()
-            self._line.send(Kind.PUSH, step=mine.step, epoch=self._epoch, meta={"skip": str(why), **said})
+            self._link.send(Kind.PUSH, step=mine.step, epoch=self._epoch, meta={"skip": str(why), **said})
         if self._one_by_one and self._feedback is not None:
             self._feedback.commit()  # several pushes are in flight: what a refused one carried is lost
 
@@ -174,9 +174,9 @@ class PushedRounds(ServerRounds, MemberSide):
         self._strategy.rejoined()
 
     def _take_average(self, message: Message, payload: Tensor) -> None:
-        self._parcels.gradients.decode(message.channel, payload, self.combination.mean)
-        self._line.release(payload)
-        if message.channel < len(self._parcels.gradients) - 1:
+        self._packed.gradients.decode(message.channel, payload, self.combination.mean)
+        self._link.release(payload)
+        if message.channel < len(self._packed.gradients) - 1:
             return
         self._drop_leases_before(message.step + 1)
         self._strategy.apply(Committed(message.step, slot=0))
@@ -188,14 +188,14 @@ class PushedRounds(ServerRounds, MemberSide):
 
     def _drop_leases_before(self, step: int) -> None:
         """Return leases of steps that were committed without this worker, so that the server does not wait for them."""
-        while self._line.leases and self._line.leases[0].step < step:
-            dropped = self._line.leases.popleft().step
-            self._line.send(Kind.PUSH, step=dropped, epoch=self._epoch, meta={"skip": "late"})
+        while self._link.leases and self._link.leases[0].step < step:
+            dropped = self._link.leases.popleft().step
+            self._link.send(Kind.PUSH, step=dropped, epoch=self._epoch, meta={"skip": "late"})
 
     def _take_weights(self, message: Message, payload: Tensor) -> None:
-        self._parcels.weights.decode(message.channel, payload, self._server_weights)
-        self._line.release(payload)
-        if message.channel == len(self._parcels.weights) - 1:
+        self._packed.weights.decode(message.channel, payload, self._server_weights)
+        self._link.release(payload)
+        if message.channel == len(self._packed.weights) - 1:
             self._version = message.step
             self._strategy.take_weights(self._server_weights, message.step)
 

@@ -37,8 +37,8 @@ from torch import Tensor
 from smolcluster.comm.elastic.collectives.group import ElasticGroup
 from smolcluster.comm.elastic.collectives.peers import Peers
 from smolcluster.comm.elastic.membership.proofs import read_keys
+from smolcluster.comm.elastic.membership.received_state import SLICE_BYTES
 from smolcluster.comm.elastic.membership.server_link import Lease
-from smolcluster.comm.elastic.membership.server_state import SLICE_BYTES
 from smolcluster.comm.elastic.membership.view import View, ViewChanged
 from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.elastic.transport.messages import Kind, Message
@@ -64,7 +64,7 @@ class ElasticRounds(Rounds, MemberSide):
         state_bytes = 8 * sum(t.nbytes for t in self.replica.weights().values())
         # No timeout: the transport detects dead peers, and the coordinator decides who is evicted.
         self._peers = Peers(
-            self._line.transport,
+            self._link.transport,
             limit_bytes=max(256 << 20, state_bytes),
             timeout_s=math.inf,
             connect_s=connect_s(self.context),
@@ -72,7 +72,7 @@ class ElasticRounds(Rounds, MemberSide):
         )
         self._keys: dict[str, bytes] = {}  # of the other members, by instance
         self._group: ElasticGroup | None = None
-        self._address = self._peers.listen(self._line.own_host, 0)
+        self._address = self._peers.listen(self._link.own_host, 0)
         self._peers.on_lost(lambda member, reason: self._suspect(member.rank, reason))
         self._peers.on_waiting(self._report_waiting)
         self._reported_waiting = 0.0
@@ -80,9 +80,9 @@ class ElasticRounds(Rounds, MemberSide):
         self._disconnected = False  # from the coordinator: no view holds
         self._settled = False  # this worker holds what it owns in the current view
         self._donated: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # a state for a later view
-        self._line.at_once(Kind.VIEW, self._announced)
-        self._line.at_once(Kind.WELCOME, lambda _: self._abort("this worker was evicted and rejoins"))
-        self._line.at_once(None, self._on_disconnected)
+        self._link.at_once(Kind.VIEW, self._announced)
+        self._link.at_once(Kind.WELCOME, lambda _: self._abort("this worker was evicted and rejoins"))
+        self._link.at_once(None, self._on_disconnected)
         self._apply_s = 0.0  # time to apply the last result
         self._round = 0  # the last step of the round that was begun
         self._shares: dict[int, list[Tensor]] = {}  # of the next round to follow, in slices
@@ -96,8 +96,8 @@ class ElasticRounds(Rounds, MemberSide):
         while not self._over:
             self._check_stop()
             self._advance(wait=False)
-            if self._line.leases and self._group is not None:
-                lease = self._line.leases.popleft()
+            if self._link.leases and self._group is not None:
+                lease = self._link.leases.popleft()
                 self._round = lease.step
                 return lease
             if not self._over:
@@ -148,7 +148,7 @@ class ElasticRounds(Rounds, MemberSide):
         return True
 
     def _next_message(self, *, wait: bool) -> Message | None:
-        while (message := self._line.get(WAITING_S if wait else 0)) is None and wait:
+        while (message := self._link.get(WAITING_S if wait else 0)) is None and wait:
             self._report_waiting()
         return message
 
@@ -157,7 +157,7 @@ class ElasticRounds(Rounds, MemberSide):
         now = time.monotonic()
         if now - self._reported_waiting >= WAITING_S:
             self._reported_waiting = now
-            self._line.send(Kind.WAITING, epoch=self._epoch)
+            self._link.send(Kind.WAITING, epoch=self._epoch)
 
     def _report(self, flight: Contribution) -> None:
         mine, held = self.combination.norms(flight.slot)
@@ -168,7 +168,7 @@ class ElasticRounds(Rounds, MemberSide):
         meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s, "weight": flight.weight}
         meta["scale"] = flight.scale
         log.debug("have the result of step %d in view %d", flight.step, self._epoch)
-        self._line.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
+        self._link.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
 
     def _handle(self, message: Message) -> None:
         super()._handle(message)
@@ -219,7 +219,7 @@ class ElasticRounds(Rounds, MemberSide):
             Message(kind=Kind.STATE, step=flight.step, channel=number, meta={"share": "more"}, payload=part)
             for number, part in parts
         ]
-        self._line.send_beside([*more, last])
+        self._link.send_beside([*more, last])
 
     def _follow(self, message: Message) -> None:
         """Apply a committed round of the others, as a follower."""
@@ -328,7 +328,7 @@ class ElasticRounds(Rounds, MemberSide):
         part |= {f"o/{n}": t for n, t in state.optimizer.items() if n in mine}
         part |= {f"s/{n}": t for n, t in state.shared.items() if first}
         last = {"last": True, "numbers": state.numbers}
-        self._line.send_beside(
+        self._link.send_beside(
             [
                 *(
                     Message(
@@ -348,7 +348,7 @@ class ElasticRounds(Rounds, MemberSide):
         )
 
     def _suspect(self, rank: int, reason: str) -> None:
-        self._line.send(Kind.SUSPECT, epoch=self._epoch, meta={"rank": rank, "reason": reason})
+        self._link.send(Kind.SUSPECT, epoch=self._epoch, meta={"rank": rank, "reason": reason})
 
     def load_state(self, state: State) -> None:
         self._strategy.load_state(state)

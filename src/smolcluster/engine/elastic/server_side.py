@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from smolcluster.comm.elastic.membership.received_state import server_messages
 from smolcluster.comm.elastic.membership.roster import Member, Roster
-from smolcluster.comm.elastic.membership.server_state import server_messages
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON, printable
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.balance import share_out, smoothed

@@ -49,7 +49,7 @@ class ElasticWorker(Role):
         try:
             self._connect()
         except Stopped:
-            self.line.close()
+            self.server_link.close()
             return INTERRUPTED
         self._prepare()
         self._build()
@@ -74,10 +74,10 @@ class ElasticWorker(Role):
             buffer_size=mine.buffer_size.get(spec.host),
             limits=LinkLimits(silence_s=mine.silence_timeout, stall_s=mine.stall_timeout),
         )
-        self.line = ServerLink(self.transport, spec.server, stop_requested=self.channel.stop_requested)
+        self.server_link = ServerLink(self.transport, spec.server, stop_requested=self.channel.stop_requested)
         plan: ServerPlan | None = None
         while plan is None:
-            message = self.line.get()
+            message = self.server_link.get()
             if message is not None and message.kind is Kind.PLAN:
                 try:
                     plan = read_plan(message.meta)
@@ -116,7 +116,7 @@ class ElasticWorker(Role):
             samples_per_step=[self.batch_size * training.grad_accumulation],
             stop_requested=self.channel.stop_requested,
             warn=self._warn,
-            line=self.line,
+            server_link=self.server_link,
             open_rounds=self._open_rounds,
         )
         self.strategy = self.strategy_class(self.options, self.context)
@@ -190,9 +190,9 @@ class ElasticWorker(Role):
         )
         self._add_trackers(started, self.run_dir.path if self.spec.run_dir else Path())
         self.observer.emit(started)
-        self.observer.add(_ServerSink(self.line))
-        self.line.join = ready
-        self.line.send(Kind.JOIN, meta=ready())
+        self.observer.add(_ServerSink(self.server_link))
+        self.server_link.join = ready
+        self.server_link.send(Kind.JOIN, meta=ready())
 
     def _finish(self) -> int:
         """Send the final report and leave."""
@@ -201,8 +201,8 @@ class ElasticWorker(Role):
         report = self.loop.record.report(self.loop.step, batch_samples=self.batch_size)
         if isinstance(self.strategy, Exchanging) and self.strategy.combined == "workers":  # else replicas may differ
             report["weights_sha256"] = replica_sha256(self.strategy)
-        self.line.send(Kind.REPORT, meta=plain(report))  # a loss is NaN before the first step
-        self.line.close()
+        self.server_link.send(Kind.REPORT, meta=plain(report))  # a loss is NaN before the first step
+        self.server_link.close()
         if self.reader.stopped:
             return INTERRUPTED
         self.observer.emit(Phase(rank=self.spec.rank, name="finished"))
@@ -212,12 +212,12 @@ class ElasticWorker(Role):
 class _ServerSink:
     """Send metric rows to the server, which writes the run's metrics.jsonl."""
 
-    def __init__(self, line: ServerLink) -> None:
-        self._line = line
+    def __init__(self, link: ServerLink) -> None:
+        self._link = link
 
     def handle(self, event: Event) -> None:
         if isinstance(event, StepLogged):
-            self._line.send(Kind.EVENT, meta={"event": to_json(event)})
+            self._link.send(Kind.EVENT, meta={"event": to_json(event)})
 
     def close(self) -> None:
         """Do nothing: the worker closes the link."""

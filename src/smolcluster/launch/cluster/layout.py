@@ -101,12 +101,12 @@ def plan_layout(config: Config, *, name: str, run: str) -> ClusterLayout:
             "this file has no hosts; add them, for example:\n  hosts:\n    mini1: 192.168.1.10\n"
             "    pi5: 192.168.1.20\nor write a file with `smolcluster cluster init`"
         )
-    workers = [host for host, said in hosts.items() for _ in range(said.workers)]
+    workers = [host for host, section in hosts.items() for _ in range(section.workers)]
     if not workers:
         raise UserError("no host has a worker: set workers: 1 for a host, or list hosts as workers")
     if config.run.elastic is not None:
         parse_elastic(config.run.elastic, endpoint=f"lead:{MESH_PORT}")  # raises UserError
-    here = [host for host, said in hosts.items() if said.address == LOCAL]
+    here = [host for host, section in hosts.items() if section.address == LOCAL]
     if len(here) > 1:
         raise UserError(
             f"cluster.hosts: {' and '.join(here)} are both this machine (address: local); keep one, with more workers"
@@ -120,8 +120,8 @@ def plan_layout(config: Config, *, name: str, run: str) -> ClusterLayout:
     lead = _lead(config, hosts, workers, plane)
     own = {"port", "user", "key", "via", "python", "folder", "environment"}
     machines = {
-        host: ClusterMachine(name=host, address=said.address or host, **said.model_dump(include=own))
-        for host, said in hosts.items()
+        host: ClusterMachine(name=host, address=section.address or host, **section.model_dump(include=own))
+        for host, section in hosts.items()
     }
     paths = [
         path for host in hosts if host != lead and (path := find_path(config.cluster.links, host, lead)) is not None
@@ -135,12 +135,8 @@ def plan_layout(config: Config, *, name: str, run: str) -> ClusterLayout:
         addresses={host: _server_address(host, lead, hosts, paths) for host in hosts},
         port=MESH_PORT if plane == "mesh" else config.cluster.port,
     )
-    if plane == SERVING:
-        processes = draft.serving()
-    elif plane == "elastic":
-        processes = draft.elastic()
-    else:
-        processes = draft.mesh() if config.run.elastic is None else draft.restarting()
+    mesh = draft.mesh if config.run.elastic is None else draft.restarting
+    processes = {SERVING: draft.serving, "elastic": draft.elastic, "mesh": mesh}[plane]()
     config.cluster.hosts, config.cluster.links = {}, {}
     return ClusterLayout(
         name=name,

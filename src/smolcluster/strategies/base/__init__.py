@@ -79,7 +79,9 @@ class State:
     numbers: dict[str, Any]
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     own: Mapping[str, Tensor] = field(default_factory=dict)
-    wholes: dict[str, dict[str, list[int]]] | None = None  # where tensors are boxes: the shapes of the whole tensors
+    full_shapes: dict[str, dict[str, list[int]]] | None = (
+        None  # where tensors are boxes: the shapes of the whole tensors
+    )
 
     def packed(self) -> dict[str, Tensor]:
         """Return the tensors for another process: weights `w/<name>`, optimizer state `o/<name>`, shared `s/<name>`."""
@@ -143,14 +145,14 @@ class Context:
     tell: Callable[[str], None] = lambda _: None  # show a message that is no warning
     draw: Callable[[Drawing], None] = lambda _: None  # on the lead rank: save a drawing of the schedule
     example: Callable[[int], Any] = lambda _: None  # a batch of so many samples, for measurements
-    line: ServerLink | None = None  # elastic plane: the worker's link to its server
+    server_link: ServerLink | None = None  # elastic plane: the worker's link to its server
     server_context: ServerContext | None = None  # elastic plane, on the server
     # elastic plane, on a worker: joins the rounds of a strategy
     open_rounds: Callable[[Any, Combination], Rounds] | None = None
     stale_rejected: int = 0  # gradients of this rank that came too late to count
 
     @property
-    def tells(self) -> bool:
+    def reports_samples(self) -> bool:
         """Whether this rank reports the samples of its data shard: the first of the ranks that share it does."""
         return self.seat.rank == min(s.rank for s in self.seats if s.shard == self.seat.shard)
 
@@ -162,16 +164,16 @@ class Context:
     @property
     def fixed_group(self) -> Group | None:
         """The group of all ranks; None on the elastic plane, where each view has a group."""
-        return self.group if self.line is None else None
+        return self.group if self.server_link is None else None
 
     @property
     def is_alone(self) -> bool:
-        return self.line is None and self.group.size == 1
+        return self.server_link is None and self.group.size == 1
 
     @property
     def traffic(self) -> Traffic:
         """Bytes that this process has sent and received, over all its links."""
-        return self.group.traffic if self.line is None else self.line.transport.traffic
+        return self.group.traffic if self.server_link is None else self.server_link.transport.traffic
 
 
 class Strategy(ABC, Generic[OptionsT]):
@@ -209,7 +211,7 @@ class Strategy(ABC, Generic[OptionsT]):
 
         The lead rank gets the whole state. `of="weights"`: without the optimizer. `of="rank"`, where ranks hold parts of the
         model: this rank's boxes of tensors (`comm.sharded.box_name`), which cover every element once over all ranks
-        (`State.wholes`).
+        (`State.full_shapes`).
         """
 
     @abstractmethod

@@ -292,7 +292,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
         self._mine = _Round(self.replica.updates)
         if f"{ROUND}first" in own:
-            self._go_on(own)
+            self._load_round(own)
 
     def _load_rounds(self, state: State) -> None:
         if self.context.server_context is None:
@@ -311,7 +311,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
             )
 
     @torch.no_grad()
-    def _go_on(self, own: Mapping[str, Tensor]) -> None:
+    def _load_round(self, own: Mapping[str, Tensor]) -> None:
         """Continue in the middle of a round."""
         first, samples, weight, loss = (float(own[f"{ROUND}{name}"]) for name in ("first", "samples", "weight", "loss"))
         self._mine = _Round(int(first), int(samples), weight, loss)

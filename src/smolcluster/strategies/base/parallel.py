@@ -116,7 +116,7 @@ class Parallel(Strategy[OptionsT]):
         """Return this rank's stages of a pipeline."""
         return None
 
-    def share_out(self, model: nn.Module) -> Fusions | None:
+    def shard_layers(self, model: nn.Module) -> Fusions | None:
         """Keep this rank's rows and columns of each layer."""
         return None
 
@@ -137,10 +137,10 @@ class Parallel(Strategy[OptionsT]):
         if context.device.type == "cuda":
             torch.cuda.set_device(context.device)  # torch's engine exchanges from there
         self.mesh = self._make_mesh()
-        self.data, self.pp = self._line("dp", "cp"), self._line("pp")
+        self.data, self.pp = self._group_along("dp", "cp"), self._group_along("pp")
         self._sequence_shards: SequenceShards | None = None
         if self.mesh_axes.cp > 1:
-            self._sequence_shards = SequenceShards(self._line("cp"), task, context.example(1))
+            self._sequence_shards = SequenceShards(self._group_along("cp"), task, context.example(1))
         counts = context.samples_per_step
         self.weight = counts[self.coords["dp"]] / sum(counts)
         self._exchange = self.make_exchange()
@@ -184,7 +184,7 @@ class Parallel(Strategy[OptionsT]):
         with unset_fake_temporarily():  # in a memory estimate the placement of ranks is real
             return init_device_mesh(self.context.device.type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
 
-    def _line(self, *axes: str) -> Group:
+    def _group_along(self, *axes: str) -> Group:
         """Return the group of this rank along these axes. Every rank creates all groups."""
         mine: Group | None = None
         for ranks in self.mesh_axes.lines(*axes):
@@ -201,7 +201,7 @@ class Parallel(Strategy[OptionsT]):
         self._pipe = self.make_pipe(model)
         for part in [model] if self._pipe is None else self._pipe.stages:
             with self._traffic.counted():
-                self._fusions = self.share_out(part)
+                self._fusions = self.shard_layers(part)
             self._exchange.wrap(part)
         return model if self._pipe is None else self._pipe.model
 
@@ -227,19 +227,19 @@ class Parallel(Strategy[OptionsT]):
             if pipe is None:
                 loss = self._exchange.compute(batch)
             else:
-                replica.buffers.keep()
+                replica.buffers.save()
                 loss = pipe.compute(batch, weight=self._exchange.loss_weight * replica.loss_scale)
-                replica.buffers.judge()
+                replica.buffers.check()
         comm = Span(context.device)
         if pipe is not None:
             pipe.join_twins()
         self._exchange.finish()
-        loss, norm, stop = self._agree(loss if part is None else loss * (part / self.weight))
+        loss, norm, stop = self._reduce_scalars(loss if part is None else loss * (part / self.weight))
         comm.end()
         norm, self._norm_scale = norm / replica.loss_scale, replica.loss_scale
         replica.apply(norm=norm)
-        self._exchange.hand_out()
-        counted = context.tells
+        self._exchange.send_updates()
+        counted = context.reports_samples
         return StepReport(
             loss=loss,
             grad_norm=norm,
@@ -262,16 +262,16 @@ class Parallel(Strategy[OptionsT]):
         """Wrap forward and backward: with tensor parallelism the loss is sharded over the vocabulary."""
         return nullcontext() if self.mesh_axes.tp == 1 else loss_parallel()
 
-    def _agree(self, loss: Tensor) -> tuple[Tensor, Tensor, bool]:
+    def _reduce_scalars(self, loss: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Return the loss of this data shard, the norm of the whole gradient, and whether any rank asks to stop."""
         group, mine = self.context.group, 2 + self.coords["dp"]
-        said = torch.zeros(2 + self.mesh_axes.dp, dtype=torch.float64, device=group.device)
-        said[0] = self._squares()
-        said[1] = float(self.context.stop_requested())
-        said[mine] = whole(loss) / self.mesh_axes.tp
-        group.all_reduce(said).wait()
-        said = said.to(self.context.device)
-        return said[mine], said[0].sqrt(), self._stop.read(said[1:2].float())
+        sums = torch.zeros(2 + self.mesh_axes.dp, dtype=torch.float64, device=group.device)
+        sums[0] = self._squares()
+        sums[1] = float(self.context.stop_requested())
+        sums[mine] = whole(loss) / self.mesh_axes.tp
+        group.all_reduce(sums).wait()
+        sums = sums.to(self.context.device)
+        return sums[mine], sums[0].sqrt(), self._stop.read(sums[1:2].float())
 
     def _squares(self) -> Tensor:
         """Return the sum of squares of the local gradients, each divided by the number of ranks that hold it."""
@@ -328,10 +328,10 @@ class Parallel(Strategy[OptionsT]):
         """Return the whole state on the lead rank; the others take part in gathering it and return an empty one."""
         self._evaluated = False
         with self._exchange.in_full():
-            return self._boxes() if of == "rank" else self._whole(of)
+            return self._rank_state() if of == "rank" else self._full_state(of)
 
-    def _whole(self, of: Scope) -> State:
-        weights = self._whole_weights()
+    def _full_state(self, of: Scope) -> State:
+        weights = self._full_weights()
         if of == "weights":
             return State(weights=weights, optimizer={}, numbers={})
         optimizer, numbers = self.replica.state_dict()
@@ -342,11 +342,11 @@ class Parallel(Strategy[OptionsT]):
         """Return the buffers that differ from those of the first data shard, which saves the model's."""
         return self.replica.buffers.changing() if self.data.rank > 0 else {}
 
-    def _boxes(self) -> State:
+    def _rank_state(self) -> State:
         optimizer, numbers = self.replica.state_dict()
         kinds = {"weights": self.replica.weights(), "optimizer": optimizer}
         boxes: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
-        wholes: dict[str, dict[str, list[int]]] = {kind: {} for kind in kinds}
+        full_shapes: dict[str, dict[str, list[int]]] = {kind: {} for kind in kinds}
         parameters = self.replica.model.state_dict(keep_vars=True)
         twins = set() if self._pipe is None else self._pipe.copied
         for kind, tensors in kinds.items():
@@ -354,28 +354,28 @@ class Parallel(Strategy[OptionsT]):
                 plain = name if kind == "weights" else name.partition("/")[2]
                 if name.endswith(COPY) or parameters[plain] in twins:
                     continue
-                wholes[kind][name] = list(tensor.shape)
+                full_shapes[kind][name] = list(tensor.shape)
                 part, (offsets, _) = local(tensor), place(tensor)
                 if kind == "weights":
                     part = part.to(self.replica.layout[name].dtype)  # in the type of the model
                 if part.numel() and self._saves(tensor, parameters[plain]):
                     runs = [(offsets, part)] if self._fusions is None else self._fusions.runs(plain, part, offsets)
                     boxes[kind].update({box_name(name, at): rows for at, rows in runs})
-        return State(**boxes, numbers=numbers, wholes=wholes, own=self._own_buffers())
+        return State(**boxes, numbers=numbers, full_shapes=full_shapes, own=self._own_buffers())
 
     def _saves(self, tensor: Tensor, parameter: Tensor) -> bool:
         """Return whether this rank saves the tensor: the first of those that hold it."""
         axes = axes_of(tensor)
-        along_dp = "shards" in axes or "replicas" in axes or self._answers_for(parameter)
+        along_dp = "shards" in axes or "replicas" in axes or self._shard_saves(parameter)
         return along_dp and ("tp" in axes or self.coords["tp"] == 0) and has_first(tensor)
 
-    def _answers_for(self, tensor: Tensor) -> bool:
+    def _shard_saves(self, tensor: Tensor) -> bool:
         """Return whether this data shard saves the tensor: its owner, or the first."""
         if self._exchange.owners and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             return self._exchange.updates(tensor)
         return self.coords["dp"] == self.coords["cp"] == 0
 
-    def _whole_weights(self) -> dict[str, Tensor]:
+    def _full_weights(self) -> dict[str, Tensor]:
         """Return the whole weights in the types of the model."""
         weights = self._gather(self.replica.weights())
         return {name: tensor.to(self.replica.layout[name].dtype) for name, tensor in weights.items()}
@@ -388,7 +388,7 @@ class Parallel(Strategy[OptionsT]):
             with self._traffic.counted():
                 full = whole(tensor)
             plain = name.partition("/")[2] if prefixed else name
-            if self.coords["tp"] == 0 and not name.endswith(COPY) and self._answers_for(parameters[plain]):
+            if self.coords["tp"] == 0 and not name.endswith(COPY) and self._shard_saves(parameters[plain]):
                 found[name] = full if self._fusions is None else self._fusions.restored(plain, full)
         if self._exchange.owners and self.coords["tp"] == 0:
             found = collect_tensors(self.data, found)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.collectives.operations import Destination
-from smolcluster.comm.elastic.membership.server_state import is_shape, slices
+from smolcluster.comm.elastic.membership.received_state import is_shape, slices
 from smolcluster.comm.elastic.membership.view import ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Message
 from smolcluster.comm.elastic.transport.payloads import DTYPES

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from smolcluster.comm.elastic.membership.mailbox import DialRefused, Linked, Mailbox, Received, Unlinked
-from smolcluster.comm.elastic.membership.server_state import ServerState
+from smolcluster.comm.elastic.membership.received_state import ReceivedState
 from smolcluster.comm.elastic.transport.api import Link, Transport
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON
 from smolcluster.comm.elastic.transport.messages import Kind, Message
@@ -163,7 +163,7 @@ class ServerLink:
 
     def state(self, count: int) -> dict[str, Tensor] | None:
         """Receive the tensors that a WELCOME announced. None if the link was lost meanwhile: the next is a WELCOME."""
-        state = ServerState(count, most_bytes=self._mailbox.most_of(Kind.STATE))
+        state = ReceivedState(count, most_bytes=self._mailbox.most_of(Kind.STATE))
         while not state.complete:
             message = self.get()
             assert message is not None

@@ -473,8 +473,8 @@ class Coordinator(ServerSide):
             state.numbers["loss_scale"] = self.server_context.scale.state_dict()  # the coordinator's own
         if broken := not_finite(state.weights):
             raise UnusableState(f"with NaN or infinite values in {broken}")
-        if lacking := [] if self._whole else self.replica.lacking(state.optimizer, state.numbers):
-            raise UnusableState(f"without the optimizer's for {len(lacking)} parameters, such as {lacking[0]}")
+        if missing := [] if self._whole else self.replica.missing_state(state.optimizer, state.numbers):
+            raise UnusableState(f"without the optimizer's for {len(missing)} parameters, such as {missing[0]}")
         self.load_state(state)
         self._state_step = step
 

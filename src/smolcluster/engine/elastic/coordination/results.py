@@ -58,7 +58,7 @@ def find_difference(step: int, done: Mapping[int, Report], *, whole: bool) -> st
     if not (any(finite) if whole else all(finite)):
         # Each gradient is finite, or it would have been refused: a retry would overflow again.
         raise SmolclusterError(
-            f"the gradients of step {step} are so large that their sum has overflowed; look at the data, or lower "
+            f"the gradients of step {step} are so large that their sum has overflowed; check the data, or lower "
             "training.learning_rate"
         )
     if not whole or (all(finite) and max(sums) - min(sums) <= NORM_TOLERANCE * max(sums)):

@@ -36,7 +36,7 @@ from torch import Tensor
 from smolcluster.durable_files import Closing, Files, OutputFile, ensure_folder
 from smolcluster.engine.checkpoint.async_saver import Saver
 from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
-from smolcluster.engine.checkpoint.snapshot import Others, Snapshot
+from smolcluster.engine.checkpoint.snapshot import OtherRanks, Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.elastic.wal.log_files import OPEN, RECORD, SEAL, make_frame, read_log
 from smolcluster.engine.elastic.wal.recovery import Recovered, damaged, records_in_turn
@@ -447,7 +447,7 @@ class _Snapshots(CheckpointStore):
         super().__init__(folder, keep=1, files=files)
         self._journal = journal
 
-    def save(self, snapshot: Snapshot, *, best: bool = False, others: Others | None = None) -> Path:
+    def save(self, snapshot: Snapshot, *, best: bool = False, others: OtherRanks | None = None) -> Path:
         # In this order: a snapshot on the disk implies that the log file after it is there too.
         self._journal._flush(since=snapshot.step)
         path = super().save(snapshot)

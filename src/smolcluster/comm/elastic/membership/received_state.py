@@ -25,7 +25,7 @@ def server_messages(tensors: Mapping[str, Tensor], *, step: int, epoch: int) -> 
             meta = {}
 
 
-class ServerState:
+class ReceivedState:
     """Assembles the tensors that follow a WELCOME. Raises ValueError for an invalid message."""
 
     def __init__(self, count: int, *, most_bytes: int) -> None:
