@@ -717,7 +717,7 @@ def serving(data: bytes) -> str:
     if isinstance(found, wire.Assignment):
         insist(found.first_layer + found.num_layers <= NUM_LAYERS, f"{found} of {NUM_LAYERS} layers")
     if isinstance(found, wire.StageBatch):
-        insist(0 < found.num_tokens <= wire.MOST_TOKENS, f"a batch of {found.num_tokens} tokens")
+        insist(0 < found.num_tokens <= wire.MAX_TOKENS, f"a batch of {found.num_tokens} tokens")
     return f"{name} read, {min(2, len(again.get('rows', again)))} in it"
 
 

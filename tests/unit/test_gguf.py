@@ -19,7 +19,7 @@ from torch import Tensor
 from smolcluster.models import GPT, GPTConfig, Qwen3Config
 from smolcluster.models.gguf import _HEADER_LIMIT_BYTES, GGUF, KNOWN_TYPES, _unpack
 from smolcluster.models.hugging_face import export_config, export_weights
-from smolcluster.models.parts import MOST_LAYERS, part_of
+from smolcluster.models.parts import MAX_LAYERS, part_of
 
 gguf = pytest.importorskip("gguf", reason="pip install 'smolcluster[dev]'")
 
@@ -357,13 +357,13 @@ def test_hostile_headers(tmp_path: Path, contents: bytes, told: str) -> None:
 
 def test_more_layers_than_any_model_has_are_not_laid_out(tmp_path: Path) -> None:
     """A small file can name as many blocks as it says to have: what they would be made of is not looked for."""
-    count = MOST_LAYERS + 1
+    count = MAX_LAYERS + 1
 
     def deep(writer: Any) -> None:
         for block in range(LLAMA.num_layers, count):
             writer.add_tensor(f"blk.{block}.x", np.zeros(1, np.float32))
 
-    with pytest.raises(ValueError, match=f"block_count says {count} layers; at most {MOST_LAYERS} are read here"):
+    with pytest.raises(ValueError, match=f"block_count says {count} layers; at most {MAX_LAYERS} are read here"):
         GGUF(write_gguf(tmp_path / "model.gguf", LLAMA, make(LLAMA), change=deep, values={"block_count": count}))
 
 

@@ -33,7 +33,7 @@ from smolcluster.models.hugging_face import (
     import_config,
     load,
 )
-from smolcluster.models.parts import MOST_LAYERS, cast, check_values
+from smolcluster.models.parts import MAX_LAYERS, cast, check_values
 
 VOCAB, CONTEXT = 61, 24
 
@@ -273,10 +273,10 @@ def test_what_cannot_be_read_is_told_by_name(tmp_path: Path, change: dict[str, A
 
 def test_more_layers_than_any_model_has_are_not_laid_out(tmp_path: Path) -> None:
     theirs, tensors = write(tmp_path / "out", LLAMA)
-    count = MOST_LAYERS + 1
+    count = MAX_LAYERS + 1
     (tmp_path / "out" / "config.json").write_text(json.dumps(theirs | {"num_hidden_layers": count}), encoding="utf-8")
     save_file(tensors | {f"x{n}": torch.zeros(1) for n in range(count)}, tmp_path / "out" / "model.safetensors")
-    with pytest.raises(ValueError, match=f"says {count} layers; at most {MOST_LAYERS} are read here"):
+    with pytest.raises(ValueError, match=f"says {count} layers; at most {MAX_LAYERS} are read here"):
         load(tmp_path / "out")
 
 

@@ -43,7 +43,7 @@ GETS = ("/health", "/config", "/metrics", "/events", "/v1/models", "/v1/models/t
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hi", "temperature": 0}
 BODIES = dict(zip(POSTS, (CHAT, COMPLETION, {"message": "hi"}, {"prompt": "hi"}), strict=True))
-QUICK = HttpLimits(request_s=0.3, linger_s=0.3, write_s=0.3, ending_s=1, most_connections=64)
+QUICK = HttpLimits(request_s=0.3, linger_s=0.3, write_s=0.3, ending_s=1, max_connections=64)
 
 
 @pytest.fixture(scope="module")
@@ -913,7 +913,7 @@ def test_so_many_bodies_at_once(own: ScriptedEngine) -> None:
 
 def test_who_sends_a_body_slowly_makes_room(own: ScriptedEngine) -> None:
     """After a while, and only where another waits; both for the bodies that are read and for connections."""
-    http_limits = HttpLimits(request_s=20, ending_s=1, most_connections=3, crowded_s=0.2)
+    http_limits = HttpLimits(request_s=20, ending_s=1, max_connections=3, crowded_s=0.2)
     limits = {"requests": 3, "crowded_body_s": 0.2, "body_s": 60.0}
     with serving(own, http_limits=http_limits, **limits) as port, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connect(port)) for _ in range(2)]
@@ -1139,7 +1139,7 @@ def cut_off(reader: socket.socket) -> bool:
 
 def test_thousands_of_connections(own: ScriptedEngine) -> None:
     """Those that ask nothing make room for others; where all have asked, a new one is told to come back."""
-    http_limits = HttpLimits(request_s=20, ending_s=1, most_connections=50)
+    http_limits = HttpLimits(request_s=20, ending_s=1, max_connections=50)
     with serving(own, http_limits=http_limits) as port, contextlib.ExitStack() as stack:
         crowd = []
         for _ in range(1000):
@@ -1167,7 +1167,7 @@ def test_thousands_of_connections(own: ScriptedEngine) -> None:
 
 
 def test_one_that_rests_makes_room_after_those_that_never_asked(own: ScriptedEngine) -> None:
-    http_limits = HttpLimits(request_s=20, ending_s=1, most_connections=2)
+    http_limits = HttpLimits(request_s=20, ending_s=1, max_connections=2)
     with serving(own, http_limits=http_limits) as port, contextlib.ExitStack() as stack:
         friend, other = (
             stack.enter_context(contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)))

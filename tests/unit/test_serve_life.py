@@ -96,7 +96,7 @@ def test_one_that_cannot_be_started_now_is_tried_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(local, "AGAIN_S", 0.0)
     stages = local.LocalStages("127.0.0.1:1", 1, gave_up=gave_up.put)
     said = gave_up.get(timeout=20)
-    assert len(tries) == local.MOST_DEATHS
+    assert len(tries) == local.MAX_DEATHS
     assert said == "stage-0 died 5 times in a row, the last with status none (Cannot allocate memory)"
     stages.close()
 

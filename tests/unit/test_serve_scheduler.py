@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.serve.engine import scheduler as scheduling
-from smolcluster.serve.engine.scheduler import MOST_TRIES, Routes, Scheduler, SchedulerLimits, SentBatch, width_of
+from smolcluster.serve.engine.scheduler import MAX_TRIES, Routes, Scheduler, SchedulerLimits, SentBatch, width_of
 from smolcluster.serve.engine.types import Busy, RetriesExhausted, SamplingParams, SequenceRequest, Token, Unavailable
 
 TWO = Routes((("a",), ("b",)))
@@ -130,7 +130,7 @@ def test_how_to_choose_is_said_once_with_all_that_came_before() -> None:
 
 def test_long_prompts_open_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told of them travels as text, and a message has its limit."""
-    monkeypatch.setattr(scheduling, "MOST_HISTORY", 8)
+    monkeypatch.setattr(scheduling, "MAX_HISTORY", 8)
     scheduler, sequences = Scheduler(routes=TWO), [Told() for _ in range(4)]
     wanted = [ask(*range(n, n + 5), sampling=SamplingParams(repetition_penalty=1.5)) for n in range(4)]
     for one, told in zip(wanted, sequences, strict=True):
@@ -279,7 +279,7 @@ def test_those_who_begin_again_keep_their_order() -> None:
 def test_a_batch_that_fails_again_and_again_is_given_up() -> None:
     scheduler, told = Scheduler(routes=TWO), Told()
     scheduler.submit(ask(1), told)
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         sent = scheduler.next_batch(now=0.0)
         assert sent is not None
         scheduler.fail(sent.number, now=0.0)

@@ -109,8 +109,8 @@ def _door(address: str | None) -> socket.socket:
 
 
 def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
-    """Pair with a cluster that connects, and return what it sends. Raises UserError after MOST_CODES codes."""
-    from smolcluster.launch.join.pairing import MOST_CODES, PairingFailed, offer
+    """Pair with a cluster that connects, and return what it sends. Raises UserError after MAX_CODES codes."""
+    from smolcluster.launch.join.pairing import MAX_CODES, PairingFailed, offer
 
     shown: list[str] = []
 
@@ -118,14 +118,14 @@ def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
         shown.append(code)
         typer.echo(f"{peer[0]} wants to pair; type this code there:  {code}")
 
-    while len(shown) < MOST_CODES:
+    while len(shown) < MAX_CODES:
         line, peer = door.accept()
         with line:
             try:
                 return offer(line, facts, show=show)
             except PairingFailed as error:
                 print_text(f"not accepted: {error}", err=True)
-    raise UserError(f"not accepted after {MOST_CODES} codes; run `smolcluster join` again")
+    raise UserError(f"not accepted after {MAX_CODES} codes; run `smolcluster join` again")
 
 
 def _work(name: str, given: PairingGrant, *, own: OwnerOptions, keep: bool) -> int:

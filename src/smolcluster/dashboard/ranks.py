@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from smolcluster.dashboard.downsample import Curve, finite
 from smolcluster.dashboard.links import ByteCounts
-from smolcluster.dashboard.run_files import MOST_TEXT
+from smolcluster.dashboard.run_files import MAX_TEXT
 
 RankState = Literal[
     "starting", "waiting", "training", "silent", "lost", "left", "evicted", "finished", "stopped"
@@ -29,7 +29,7 @@ FIELDS = (
 SILENT_S = 8.0  # without a row, and at least so many of its usual pauses between rows
 SILENT_PAUSES = 4.0
 RATE_S = 5.0  # over which bytes per second are taken
-MOST_SPANS = 50
+MAX_SPANS = 50
 
 # The reason of a worker that leaves in good order: comm.elastic.transport.LEFT, whose module imports torch.
 LEFT_REASON = "it has left"
@@ -116,10 +116,10 @@ class RankRecord:
     def joined(self, time: float) -> None:
         self.member, self.reason = "joined", ""
         self.end_span(time)
-        self.spans = [*self.spans[-MOST_SPANS + 1 :], [time, None]]
+        self.spans = [*self.spans[-MAX_SPANS + 1 :], [time, None]]
 
     def gone(self, how: Literal["left", "lost", "evicted", "waiting"], time: float, reason: str) -> None:
-        self.member, self.reason = how, reason[:MOST_TEXT]
+        self.member, self.reason = how, reason[:MAX_TEXT]
         self.losses += how in ("lost", "evicted")
         self._recent.clear()
         self.end_span(time)
@@ -182,7 +182,7 @@ def state_of(
 def known_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the valid facts of a machine in a row: short texts and finite numbers, by the names of `observe.machine`."""
     texts = {
-        name: str(facts[name])[:MOST_TEXT] for name in ("device", "device_name") if isinstance(facts.get(name), str)
+        name: str(facts[name])[:MAX_TEXT] for name in ("device", "device_name") if isinstance(facts.get(name), str)
     }
     numbers = {
         name: number

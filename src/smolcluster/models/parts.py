@@ -18,7 +18,7 @@ from smolcluster.models.architecture import Names
 from smolcluster.models.protocols import DecoderConfig
 
 Shape = tuple[int, ...]
-MOST_LAYERS = 4096  # no model has nearly as many
+MAX_LAYERS = 4096  # no model has nearly as many
 _CHUNK = 1 << 20  # weights that are looked at at a time: all at once they would be in memory three times
 
 
@@ -72,8 +72,8 @@ def check_depth(num_layers: int, num_tensors: int, *, where: str) -> None:
     """Raise ValueError for an implausible number of layers, before a model of that size is described."""
     if num_layers > num_tensors:
         raise ValueError(f"{where} says {num_layers} layers, but there are only {num_tensors} tensors")
-    if num_layers > MOST_LAYERS:
-        raise ValueError(f"{where} says {num_layers} layers; at most {MOST_LAYERS} are read here")
+    if num_layers > MAX_LAYERS:
+        raise ValueError(f"{where} says {num_layers} layers; at most {MAX_LAYERS} are read here")
 
 
 def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:

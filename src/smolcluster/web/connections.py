@@ -3,7 +3,7 @@
     no complete request head within `request_s`    closed
     body still arriving after the answer           closed `linger_s` after the answer
     answer not taken                               closed after `write_s` without progress
-    more than `most_connections`                   the one idle longest is closed: first those that never sent a request, then
+    more than `max_connections`                   the one idle longest is closed: first those that never sent a request, then
                                                    those between requests, then bodies older than `crowded_s`. If there is none,
                                                    the new one gets 503 with Retry-After; from twice as many on, a reset
 
@@ -31,7 +31,7 @@ class HttpLimits:
     linger_s: float = 5.0
     write_s: float = WRITE_S
     ending_s: int = 2  # for answers in progress, when the server stops
-    most_connections: int = 512
+    max_connections: int = 512
     crowded_s: float = 1.0
 
 
@@ -56,7 +56,7 @@ class ConnectionGate:
         return _Connection(self, H11Protocol(**options))
 
     def add(self, connection: _Connection) -> None:
-        most, there = self.limits.most_connections, len(self.open)
+        most, there = self.limits.max_connections, len(self.open)
         if there >= 2 * most:
             connection.abort()
             return

@@ -47,7 +47,7 @@ HEADERS: dict[str, str] = {
     "cross-origin-opener-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
-LEAST_TOKEN = 16  # characters
+MIN_TOKEN = 16  # characters
 READ_ONLY = ("GET", "HEAD")
 
 
@@ -160,9 +160,9 @@ def check_token(token: str, option: str = "--token") -> str:
     """Return the token if it fits a header and is long enough, or raise UserError."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/=-]+", token):
         raise UserError(f"{option}: letters, digits and ._~+/=- only, so that it fits an address")
-    if len(token) < LEAST_TOKEN:
+    if len(token) < MIN_TOKEN:
         raise UserError(
-            f"{option} has {len(token)} characters; give at least {LEAST_TOKEN}, or leave it out to generate one"
+            f"{option} has {len(token)} characters; give at least {MIN_TOKEN}, or leave it out to generate one"
         )
     return token
 

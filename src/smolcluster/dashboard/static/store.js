@@ -16,7 +16,7 @@ export function applySnapshot(news) {
   return { ...news, curves };
 }
 
-const MOST_EVENTS = 400;
+const MAX_EVENTS = 400;
 
 /** A checkpoint is an event as long as it is kept. */
 const saved = ({ time, text, step }) => ({ time, kind: "checkpoint", text, step });
@@ -30,7 +30,7 @@ export function applyChanges(state, news) {
   if (news.events || news.checkpoints) {
     const told = state.events.filter((event) => event.kind !== "checkpoint").concat(news.events ?? []);
     told.sort((a, b) => a.time - b.time);
-    next.events = told.slice(-MOST_EVENTS).concat(next.checkpoints.map(saved)).sort((a, b) => a.time - b.time);
+    next.events = told.slice(-MAX_EVENTS).concat(next.checkpoints.map(saved)).sort((a, b) => a.time - b.time);
   }
   return next;
 }

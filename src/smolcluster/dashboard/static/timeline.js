@@ -5,7 +5,7 @@ import { clock, timeOfDay } from "./format.js";
 import { EVENTS, glyph } from "./states.js";
 import { rankColor } from "./colors.js";
 
-const MOST_LANES = 14;
+const MAX_LANES = 14;
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
 const ABOVE = new Set(["checkpoint", "begin", "end", "warning", "error"]);
 
@@ -28,7 +28,7 @@ export class Timeline {
     const end = ended ? last : Math.max(last, state.time);
     const left = width < 520 ? 66 : 84;
     const x = (time) => left + ((time - start) / (end - start)) * (width - left - 14);
-    const shown = state.machines.slice(0, MOST_LANES);
+    const shown = state.machines.slice(0, MAX_LANES);
     const lane = shown.length > 6 ? 20 : 26;
     const height = 34 + shown.length * lane + 22;
     attr(this.node, "viewBox", `0 0 ${width} ${height}`);

@@ -24,7 +24,7 @@ from smolcluster.launch.cluster.layout import CONFIG, TOKENIZER
 from smolcluster.launch.prepare import split_task
 
 PACKAGE = Path(__file__).resolve().parents[2]
-MOST_BYTES = 256 << 20  # of the user's files
+MAX_BYTES = 256 << 20  # of the user's files
 _LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "env", "node_modules", "runs", ".mypy_cache", ".ruff_cache"}
 
 
@@ -62,9 +62,9 @@ def pack_user_files(config: Config, base: Path, tokenizer: Mapping[str, bytes] |
     for said in config.run.files:
         found |= dict(_asked(said, base))
     total = sum(path.stat().st_size for path in found.values())
-    if total > MOST_BYTES:
+    if total > MAX_BYTES:
         raise UserError(
-            f"run.files: {total / 2**20:.0f} MiB exceed the limit of {MOST_BYTES >> 20} MiB: copy large data to the machines "
+            f"run.files: {total / 2**20:.0f} MiB exceed the limit of {MAX_BYTES >> 20} MiB: copy large data to the machines "
             "yourself, and set data.root"
         )
     contents = {name: path.read_bytes() for name, path in found.items()}

@@ -24,7 +24,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.launch.cluster import control
 from smolcluster.launch.cluster.layout import LOCAL, ClusterMachine
 
-MOST_HOSTS = 64
+MAX_HOSTS = 64
 _ONLY_SSH = ("proxycommand", "hostkeyalias")
 
 
@@ -74,7 +74,7 @@ def hosts_of_ssh(text: str) -> list[str]:
         for name in words if key == "host" else ():
             if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) and name not in names:
                 names.append(name)
-    return names[:MOST_HOSTS]
+    return names[:MAX_HOSTS]
 
 
 def ssh_says(text: str, name: str) -> dict[str, str]:

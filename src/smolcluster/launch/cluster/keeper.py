@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 LOOK_S = 0.1  # polling interval for the stop file
 STEADY_S = 60.0  # a process that lived so long resets the count of deaths
-MOST_DEATHS = 10  # in a row
+MAX_DEATHS = 10  # in a row
 LONGEST_WAIT_S = 30.0  # before a restart
 LOG_BYTES = 16 << 20
 LINE_BYTES = 1 << 16  # longer lines are split
@@ -65,7 +65,7 @@ class Keeper:
                     "finished" if status == DONE else "stopped" if status == INTERRUPTED else "failed", status
                 )
             deaths = 1 if time.monotonic() - began > STEADY_S else deaths + 1
-            if deaths >= MOST_DEATHS:
+            if deaths >= MAX_DEATHS:
                 self._say(f"died {deaths} times in a row; not restarting it")
                 return self._end("failed", status)
             wait_s = min(LONGEST_WAIT_S, 0.25 * 2**deaths)

@@ -31,7 +31,7 @@ ANSWER_S = 5.0
 _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL}
 _NOBODY = "0" * 16  # the id of no token; a server still answers the handshake
 _TLS = b"\x16"  # first byte of a TLS handshake record
-_MOST_WORDS = 60  # characters of another program's answer to print
+_MAX_WORDS = 60  # characters of another program's answer to print
 
 Address = tuple[str, int]
 T = TypeVar("T")
@@ -196,5 +196,5 @@ def _version(first: bytes) -> int | None:
 
 
 def _said(first: bytes) -> str:
-    words = printable(first.split(b"\n")[0].decode("ascii", "replace")).strip()[:_MOST_WORDS]
+    words = printable(first.split(b"\n")[0].decode("ascii", "replace")).strip()[:_MAX_WORDS]
     return f"it sent '{words}'" if first else "it does not answer"

@@ -28,10 +28,10 @@ from typing import Any
 from smolcluster.errors import MissingExtra, SmolclusterError
 
 PROTOCOL = "smolcluster-pair-1"
-MOST_BYTES = 64 << 10
+MAX_BYTES = 64 << 10
 ANSWER_S = 15.0
 TYPING_S = 300.0  # for the user to type the code on the other machine
-MOST_CODES = 3
+MAX_CODES = 3
 NOT_OURS = "the peer does not speak this protocol"
 
 
@@ -132,8 +132,8 @@ class _JsonLines:
                 if not chunk:
                     raise PairingFailed("the peer closed the connection")
                 self._rest += chunk
-                if len(self._rest) > MOST_BYTES:
-                    raise PairingFailed(f"the peer sent more than {MOST_BYTES >> 10} KiB")
+                if len(self._rest) > MAX_BYTES:
+                    raise PairingFailed(f"the peer sent more than {MAX_BYTES >> 10} KiB")
         except TimeoutError as error:
             raise PairingFailed(f"no answer in {within_s:g} s") from error
         except OSError as error:

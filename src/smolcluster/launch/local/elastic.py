@@ -203,7 +203,7 @@ class ElasticPolicy(Policy):
             self._end_without_workers()
 
     def _should_restart(self, slot: _ElasticSlot, child: Child) -> bool:
-        """Count a death. Return False after MOST_DEATHS in a row without progress, or soon after its start by its own error."""
+        """Count a death. Return False after MAX_DEATHS in a row without progress, or soon after its start by its own error."""
         steady = time.monotonic() - slot.since > STEADY_S or child.failed is None
         if not slot.count_death(steady=steady):
             return False

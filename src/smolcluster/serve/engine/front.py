@@ -52,7 +52,7 @@ from smolcluster.serve.engine.scheduler import (
     StreamItem,
     width_of,
 )
-from smolcluster.serve.engine.types import MOST_NAME, Busy, SequenceRequest, Token, Unavailable
+from smolcluster.serve.engine.types import MAX_NAME, Busy, SequenceRequest, Token, Unavailable
 from smolcluster.serve.engine.weight_sender import WeightSender
 from smolcluster.serve.engine.wire import Assignment, HopTiming, ServedModel, StageBatch, StageOffer
 
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 LINKS = LinkLimits(beat_s=0.2, silence_s=0.9)  # a dead stage is detected within a second
 TICK_S = 0.5
 STUCK_S = 60.0  # a batch in flight for so long is taken for lost
-MOST_FAILURES = 4  # to load an assignment, before a stage gets no more of them
+MAX_FAILURES = 4  # to load an assignment, before a stage gets no more of them
 RECENTLY_LOST_S = 60.0
 
 
@@ -84,7 +84,7 @@ class Front:
             raise UserError(f"unknown codec '{codec}'; known: {', '.join(wire.CODECS)}")
         self._transport, self._source, self._options = transport, source, options
         self._model = ServedModel(
-            name=source.name[-MOST_NAME:],
+            name=source.name[-MAX_NAME:],
             config=source.config,
             fingerprint=source.fingerprint,
             reference=source.reference,
@@ -357,7 +357,7 @@ class Front:
         machine.problem, machine.layers, machine.held = why, None, False
         machine.failures += 1
         layout = remove_machine(self._layout, instance, self._offers(), self._sizes)
-        if machine.failures < MOST_FAILURES:
+        if machine.failures < MAX_FAILURES:
             layout = add_machine(layout, instance, self._options, self._offers(), self._sizes)
         self._apply_layout(layout)
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 AGAIN_S = 0.5  # before a restart
 STEADY_S = 120.0  # of uptime, to reset the count of deaths; a small machine takes half a minute to start
 MISTAKE = 2  # exit status for invalid options, after an error message
-MOST_DEATHS = 5  # in a row
+MAX_DEATHS = 5  # in a row
 END_S = 5.0
 
 
@@ -75,7 +75,7 @@ class LocalStages:
             if status == MISTAKE:
                 self._gave_up(f"stage-{number} cannot start: see its error message above")
                 return
-            if deaths >= MOST_DEATHS:
+            if deaths >= MAX_DEATHS:
                 why = f"stage-{number} died {deaths} times in a row, the last with status {status}"
                 log.error("%s; not restarting it", why)
                 self._gave_up(why)

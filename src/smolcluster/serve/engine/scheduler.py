@@ -32,8 +32,8 @@ from smolcluster.serve.engine.wire import SamplingState
 Route = tuple[str, ...]  # one machine of each stage
 StreamItem = Token | SmolclusterError
 
-MOST_TRIES = 6  # of one sequence
-MOST_HISTORY = 65536  # tokens of sampling states in one batch: they travel as JSON, and a message has a size limit
+MAX_TRIES = 6  # of one sequence
+MAX_HISTORY = 65536  # tokens of sampling states in one batch: they travel as JSON, and a message has a size limit
 SPARE = 64  # free tokens per sequence that admission beside others requires
 
 
@@ -171,7 +171,7 @@ class Scheduler:
 
     def _retry(self, sequence: SequenceState, now: float, why: str) -> None:
         sequence.tries += 1
-        if sequence.tries >= MOST_TRIES:
+        if sequence.tries >= MAX_TRIES:
             self._end(sequence, RetriesExhausted(f"failed {sequence.tries} times: {why}"))
         else:
             self._restart(sequence, now)
@@ -342,7 +342,7 @@ class Scheduler:
             answer = sequence.sent + count == len(sequence.tokens)
             state = _sampling_state(sequence) if answer and not sequence.opened else None
             if state is not None:
-                if history and history + len(state.tokens) > MOST_HISTORY:
+                if history and history + len(state.tokens) > MAX_HISTORY:
                     continue
                 history += len(state.tokens)
                 sequence.opened, states[sequence.number] = True, state

@@ -13,8 +13,8 @@ from smolcluster.errors import SmolclusterError
 Finish = Literal["stop", "length"]
 
 # Fields of values from the network. Strict: no text is taken for a number, and no true for 1.
-MOST_NAME = 200
-Name = Annotated[str, Field(strict=True, max_length=MOST_NAME)]
+MAX_NAME = 200
+Name = Annotated[str, Field(strict=True, max_length=MAX_NAME)]
 Flag = Annotated[bool, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[int, Field(strict=True, ge=1)]

@@ -118,7 +118,7 @@ class Api:
         self._created = int(time.time())
         self._closing = asyncio.Event()
         self._viewers = self._preparing = 0
-        self._readers = BodyReaders(least_s=service.limits.crowded_body_s)
+        self._readers = BodyReaders(min_s=service.limits.crowded_body_s)
         self._state, self._state_at = b"", -math.inf
         self._app = Guard(self._routes(), RULES, token=key, allow_hosts=allow_hosts)
 
@@ -224,7 +224,7 @@ class Api:
             body = await read_object(
                 request.scope,
                 request.receive,
-                most_bytes=limits.body_bytes,
+                max_bytes=limits.body_bytes,
                 body_s=limits.body_s,
                 readers=self._readers,
             )
@@ -334,7 +334,7 @@ class Api:
     # The page
 
     async def _login(self, request: Request) -> Response:
-        given = types.read_key(await read_object(request.scope, request.receive, most_bytes=4096))
+        given = types.read_key(await read_object(request.scope, request.receive, max_bytes=4096))
         if self._key is None:
             return _answer({"ok": True})
         if not equal(given, self._key):

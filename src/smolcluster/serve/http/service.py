@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _LONG = 2000  # characters: longer texts are tokenized in a thread
 _SEEDS = 1 << 63
-_LEAST_P = 1e-9
+_MIN_P = 1e-9
 _BUSY = "the queue is full"
 
 
@@ -212,7 +212,7 @@ class Service:
                 raise BadRequest(f"{name} is {_short(value)}; it must be {low:g} to {high:g}", name)
             given[name] = float(value)
         if given.get("top_p") == 0:
-            given["top_p"] = _LEAST_P  # the most likely alone
+            given["top_p"] = _MIN_P  # the most likely alone
         if request.top_k is not None:
             if request.top_k < -1:
                 raise BadRequest(f"top_k is {_short(request.top_k)}; it must be 1 or more, or 0 for all", "top_k")

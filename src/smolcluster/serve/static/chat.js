@@ -10,7 +10,7 @@ import { startTheme } from "./theme.js";
 
 const $ = (id) => document.getElementById(id);
 const AT_END_PX = 48;
-const MOST_RETRIES = 20; // by itself, when the server said when
+const MAX_RETRIES = 20; // by itself, when the server said when
 const OPENINGS = ["Once upon a time", "It was a quiet morning when", "The most important thing to know is"];
 const SUGGESTIONS = ["Why is the sky blue?", "Write a haiku about old computers.", "Explain recursion to a child."];
 
@@ -320,7 +320,7 @@ function fail(problem) {
   $("failure").replaceChildren(words, wrong ? "" : again);
   if (wrong) takeBack(); // it would be refused again, and everything after it
   $("failure").hidden = false;
-  if (problem.retryAfter !== null && tries < MOST_RETRIES) {
+  if (problem.retryAfter !== null && tries < MAX_RETRIES) {
     tries += 1;
     const until = performance.now() + problem.retryAfter * 1000;
     const count = el("span", { class: "count", "aria-hidden": "true" });

@@ -7,7 +7,7 @@ import { el, keyed, text } from "./dom.js";
 
 const LOST_S = 8; // a machine that is gone is shown for so long
 const APART_MS = 90; // tokens that come faster than this share a dot
-const MOST_DOTS = 8;
+const MAX_DOTS = 8;
 const COLORS = 8;
 
 /** First and number of the layers of each stage: `layers` has its first and its last. */
@@ -113,7 +113,7 @@ export class Strip {
   dot() {
     const now = performance.now();
     if (this.still.matches || document.hidden || this.node.hidden || now - this.lastDot < APART_MS) return;
-    if (this.node.querySelectorAll(".dot").length >= MOST_DOTS) return;
+    if (this.node.querySelectorAll(".dot").length >= MAX_DOTS) return;
     this.lastDot = now;
     const columns = [...this.stages.children];
     const { left: edge, top: above } = this.node.getBoundingClientRect();
