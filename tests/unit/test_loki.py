@@ -52,9 +52,7 @@ from smolcluster.observe.loki import (
     start_pushing,
 )
 
-QUICK = LokiTiming(
-    poll_s=0.01, retry_s=0.01, max_retry_s=0.05, slow_s=0.05, request_s=5.0, patience_s=0.2, close_s=3.0
-)
+QUICK = LokiTiming(poll_s=0.01, retry_s=0.01, max_retry_s=0.05, slow_s=0.05, request_s=5.0, patience_s=0.2, close_s=3.0)
 HOST = "worker-rank0-mini2"
 NEEDS_TLS = "Client sent an HTTP request to an HTTPS server."  # so speaks a Loki, and any server written in Go
 
