@@ -27,7 +27,8 @@ from tests.unit.scripted_engine import END, SAID, ByteText, ScriptedEngine, serv
 
 from smolcluster.errors import UserError
 from smolcluster.serve.engine.types import Busy, Unavailable
-from smolcluster.serve.http.api_types import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, NOT_HERE, completion_logprobs
+from smolcluster.serve.http.request_parsing import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, NOT_HERE
+from smolcluster.serve.http.response_bodies import completion_logprobs
 from smolcluster.serve.http.server import HttpSettings
 from smolcluster.serve.http.service import TokenLogprob
 from smolcluster.web import bodies

@@ -37,7 +37,7 @@ class HttpLimits:
 
 class _Phase(enum.IntEnum):
     NEW = 0  # no request so far
-    RESTING = 1  # between requests
+    IDLE = 1  # between requests
     READING = 2  # a request's body is incomplete
     ANSWERING = 3
 
@@ -145,7 +145,7 @@ class _Connection(asyncio.Protocol):
         if self.phase is _Phase.READING:
             self._loop.call_later(self._limits.linger_s, self._abort_unless_new, number)
         else:
-            self.enter(_Phase.RESTING)
+            self.enter(_Phase.IDLE)
 
     def _abort_unless_new(self, requests: int) -> None:
         if self._requests == requests:
@@ -170,7 +170,7 @@ class _Connection(asyncio.Protocol):
         self._inner.eof_received()
 
     def data_received(self, data: bytes) -> None:
-        if self.phase is _Phase.RESTING and self._head_timer is None:
+        if self.phase is _Phase.IDLE and self._head_timer is None:
             self._head_timer = self._loop.call_later(self._limits.request_s, self.abort)
         self._ahead += data
         self._feed()

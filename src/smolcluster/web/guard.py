@@ -159,7 +159,7 @@ def equal(given: str, expected: str) -> bool:
 def check_token(token: str, option: str = "--token") -> str:
     """Return the token if it fits a header and is long enough, or raise UserError."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/=-]+", token):
-        raise UserError(f"{option}: letters, digits and ._~+/=- only, so that it fits an address")
+        raise UserError(f"{option}: only letters, digits and ._~+/=- (it is part of a URL)")
     if len(token) < MIN_TOKEN:
         raise UserError(
             f"{option} has {len(token)} characters; give at least {MIN_TOKEN}, or leave it out to generate one"
@@ -191,7 +191,7 @@ def _all(scope: Scope, name: bytes) -> list[str]:
 
 
 def _cookies(scope: Scope, name: str) -> list[str]:
-    """Split by hand: cookies of other applications on this host come along, and not all of them keep to the grammar."""
+    """Split by hand: browsers send the cookies of every application on this host, some malformed."""
     pairs = [pair.partition("=") for header in _all(scope, b"cookie") for pair in header.split(";")]
     return [value.strip() for key, _, value in pairs if key.strip() == name]
 

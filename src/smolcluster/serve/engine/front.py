@@ -102,9 +102,8 @@ class Front:
         self._closed = False
         self._ready = threading.Event()
         self._undelivered: list[tuple[Callable[[StreamItem], None], StreamItem]] = []
-        self.hops: deque[tuple[float, tuple[HopTiming, ...]]] = deque(
-            maxlen=4096
-        )  # of batches: total seconds, and those of each stage
+        # Of batches: total seconds, and those of each stage.
+        self.hops: deque[tuple[float, tuple[HopTiming, ...]]] = deque(maxlen=4096)
         self.address = transport.listen(*listen, self)
         self._tick()
 
@@ -116,8 +115,8 @@ class Front:
 
     @property
     def context(self) -> int:
-        longest = self._scheduler.routes.longest
-        return self._source.config.max_seq_len if longest is None else min(self._source.config.max_seq_len, longest)
+        most = self._scheduler.routes.max_sequence_tokens
+        return self.model_context if most is None else min(self.model_context, most)
 
     async def stream(self, request: SequenceRequest) -> AsyncGenerator[Token, None]:
         loop, items = asyncio.get_running_loop(), asyncio.Queue[StreamItem]()
@@ -159,7 +158,7 @@ class Front:
         now, layout = time.monotonic(), self._layout
         stages = layout.stages if layout is not None else ()
         return {
-            "ready": self._scheduler.routes.open,
+            "ready": self._scheduler.routes.ready,
             "model": self._model.name,
             "layers": self._source.config.num_layers,
             "codec": self._model.codec,
@@ -183,9 +182,9 @@ class Front:
         return self._ready.wait(timeout_s)
 
     @property
-    def coming(self) -> bool:
-        """Whether every layer is held or being loaded."""
-        return self._scheduler.routes.open or self._scheduler.routes.coming
+    def loading(self) -> bool:
+        """Whether every layer is loaded or being loaded."""
+        return self._scheduler.routes.ready or self._scheduler.routes.loading
 
     def problems(self) -> list[str]:
         """Return why stages hold no layers."""
@@ -257,9 +256,8 @@ class Front:
     def _dispatch(self, link: Link, message: Message) -> None:
         instance = link.peer.instance
         machine = self._machines.get(instance)
-        if (
-            message.kind is Kind.ASK and machine is not None
-        ):  # a stage that reconnects is accepted once its old link has ended
+        if message.kind is Kind.ASK and machine is not None:
+            # A stage that reconnects is accepted once its old link has ended.
             link.close("this stage has sent ASK already")
         elif message.kind is Kind.ASK:
             self._machines[instance] = ConnectedStage(link)
@@ -379,10 +377,10 @@ class Front:
         stages = tuple(tuple(m for m in stage.machines if self._machines[m].held) for stage in layout.stages)
         cores = {i: (o.host, o.cores, o.host_cores) for i, o in self._offers().items()}
         width = width_of(stages, cores) if all(stages) else 1
-        coming = all(any(not self._machines[m].problem for m in stage.machines) for stage in layout.stages)
-        routes = Routes(stages, width, self._room(stages), coming=coming)
+        loading = all(any(not self._machines[m].problem for m in stage.machines) for stage in layout.stages)
+        routes = Routes(stages, width, self._room(stages), loading=loading)
         self._scheduler.set_routes(routes, now=time.monotonic())
-        if routes.open:
+        if routes.ready:
             if not self._ready.is_set():
                 log.info("all layers are loaded: ready")
             self._ready.set()

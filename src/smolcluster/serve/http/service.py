@@ -110,11 +110,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionJob:
-    """A request that is in order: what the engine is asked, choice by choice."""
+    """A validated, tokenized request: one sequence for each choice."""
 
     sequences: tuple[SequenceRequest, ...]  # in the order of their index
     stop: tuple[str, ...]
-    begins: bool  # a text of its own; else the prompt goes on
+    is_chat: bool  # the answer is a text of its own; else it continues the prompt
     seed: int
     usage: Usage  # counted while it runs
 
@@ -185,9 +185,12 @@ class Service:
         if self.sequences + len(sequences) > self.limits.sequences:
             raise Busy(_BUSY)
         usage = Usage(prompt_tokens=sum(map(len, prompts)))
-        begins = request.messages is not None
         return CompletionJob(
-            sequences=tuple(sequences), stop=tuple(request.stop), begins=begins, seed=seed, usage=usage
+            sequences=tuple(sequences),
+            stop=tuple(request.stop),
+            is_chat=request.messages is not None,
+            seed=seed,
+            usage=usage,
         )
 
     def check_model(self, name: str | None) -> None:
@@ -338,7 +341,7 @@ class Service:
     ) -> AsyncGenerator[TextChunk, None]:
         """Stream one sequence up to a stop string, a stop token or its length."""
         clock = _TokenClock(self.metrics)
-        writing = _TextWriter(self.text, job.stop, begins=job.begins, logprobs=sequence.sampling.logprobs is not None)
+        writing = _TextWriter(self.text, job.stop, begins=job.is_chat, logprobs=sequence.sampling.logprobs is not None)
         unread = len(sequence.tokens)
         finish: Finish = "length"
         async with contextlib.aclosing(self.engine.stream(sequence)) as tokens:
