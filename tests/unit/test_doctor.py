@@ -285,10 +285,10 @@ def test_routes_are_for_those_who_do_not_arrive(knock: Any, layer: Layer, mend: 
         async def agent(self) -> AsyncIterator[Fake]:
             yield self
 
-        async def talk(self, op: str, **said: Any) -> AsyncIterator[dict[str, Any]]:
+        async def stream_call(self, op: str, **said: Any) -> AsyncIterator[dict[str, Any]]:
             yield {"listening": True}
 
-        async def ask(self, op: str, **said: Any) -> Any:
+        async def call(self, op: str, **said: Any) -> Any:
             if isinstance(knock, Exception):
                 raise knock
             return knock

@@ -26,7 +26,7 @@ from tests.dashboard_client import get, raw
 from tests.unit.scripted_engine import END, SAID, ByteText, ScriptedEngine, serving
 
 from smolcluster.errors import UserError
-from smolcluster.serve.engine.types import Busy, Unavailable
+from smolcluster.serve.engine.types import Busy, PromptTooLong, Unavailable
 from smolcluster.serve.http.request_parsing import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, NOT_HERE
 from smolcluster.serve.http.response_bodies import completion_logprobs
 from smolcluster.serve.http.server import HttpSettings
@@ -891,12 +891,13 @@ def test_a_full_house_is_429_and_nobody_there_is_503(port: int, engine: Scripted
     for refusal, status, after, kind in (
         (Busy("12 wait already"), 429, "1", "rate_limit_error"),
         (Unavailable("layers 15 to 30 are on no machine"), 503, "5", "server_error"),
+        (PromptTooLong("30 tokens; memory for 20"), 400, None, "invalid_request_error"),
     ):
         engine.refuse = refusal
         for path in POSTS:
             for stream in (False, True):
                 found = post(port, path, BODIES[path] | {"stream": stream})
-                assert found[1]["retry-after"] == after
+                assert found[1].get("retry-after") == after
                 assert error(found)[0] == status
                 assert error(found)[1]["type"] == kind
                 assert str(refusal) in error(found)[1]["message"]

@@ -101,15 +101,15 @@ def plan_layout(config: Config, *, name: str, run: str) -> ClusterLayout:
             "this file has no hosts; add them, for example:\n  hosts:\n    mini1: 192.168.1.10\n"
             "    pi5: 192.168.1.20\nor write a file with `smolcluster cluster init`"
         )
-    workers = [host for host, said in hosts.items() for _ in range(said.workers)]
+    workers = [host for host, options in hosts.items() for _ in range(options.workers)]
     if not workers:
         raise UserError("no host has a worker: set workers: 1 for a host, or list hosts as workers")
     if config.run.elastic is not None:
         parse_elastic(config.run.elastic, endpoint=f"lead:{MESH_PORT}")  # raises UserError
-    here = [host for host, said in hosts.items() if said.address == LOCAL]
-    if len(here) > 1:
+    local = [host for host, options in hosts.items() if options.address == LOCAL]
+    if len(local) > 1:
         raise UserError(
-            f"cluster.hosts: {' and '.join(here)} are both this machine (address: local); keep one, with more workers"
+            f"cluster.hosts: {' and '.join(local)} are both this machine (address: local); keep one, with more workers"
         )
     if config.strategy.name == ALONE and len(workers) > 1 and config.run.serve is None:
         raise UserError(
@@ -120,8 +120,8 @@ def plan_layout(config: Config, *, name: str, run: str) -> ClusterLayout:
     lead = _lead(config, hosts, workers, plane)
     own = {"port", "user", "key", "via", "python", "folder", "environment"}
     machines = {
-        host: ClusterMachine(name=host, address=said.address or host, **said.model_dump(include=own))
-        for host, said in hosts.items()
+        host: ClusterMachine(name=host, address=options.address or host, **options.model_dump(include=own))
+        for host, options in hosts.items()
     }
     paths = [
         path for host in hosts if host != lead and (path := find_path(config.cluster.links, host, lead)) is not None
@@ -182,9 +182,11 @@ def _for_processes(config: Config, hosts: Mapping[str, HostConfig], workers: lis
     cluster = config.cluster
     cluster.workers, cluster.num_workers, cluster.host_ip = workers, len(workers), {}
     if not isinstance(cluster.batch_size, str):
-        own = {host: said.batch_size for host, said in hosts.items() if said.batch_size is not None and host in workers}
+        sizes = {host: options.batch_size for host, options in hosts.items()}
+        own = {host: size for host, size in sizes.items() if size is not None and host in workers}
         cluster.batch_size = {**{h: s for h, s in cluster.batch_size.items() if h in workers}, **own}
-    cluster.buffer_size = {host: said.buffer_size for host, said in hosts.items() if said.buffer_size is not None}
+    buffers = {host: options.buffer_size for host, options in hosts.items()}
+    cluster.buffer_size = {host: size for host, size in buffers.items() if size is not None}
     return config
 
 
@@ -198,9 +200,9 @@ def _lead(config: Config, hosts: Mapping[str, HostConfig], workers: list[str], p
 
 def _server_address(host: str, lead: str, hosts: Mapping[str, HostConfig], paths: list[NetworkPath]) -> str:
     """Return the lead's address as this host sees it."""
-    said = hosts[host].server_address
-    if said is not None:
-        return said
+    given = hosts[host].server_address
+    if given is not None:
+        return given
     path = next((path for path in paths if path.source == host), None)
     if path is not None:
         return path.address

@@ -84,7 +84,7 @@ class _Copying:
             try:
                 async with connected_agent(self._cluster.machines, name) as (host, agent):
                     where: dict[str, Any] = {"folder": host.machine.folder, "name": self._cluster.name}
-                    async for update in agent.talk("copy", run=self._cluster.run, have=self._have(), **where):
+                    async for update in agent.stream_call("copy", run=self._cluster.run, have=self._have(), **where):
                         if "file" in update:
                             with writable(self._folder):
                                 put(self._folder, update)
