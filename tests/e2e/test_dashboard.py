@@ -383,7 +383,7 @@ def test_the_bar_of_a_silent_machine_ends_where_it_was_heard(
     until(page, "document.querySelector('#status').textContent === 'silent'")
     widths = "[...document.querySelectorAll('#timeline .span')].map(b => b.getBoundingClientRect().width)"
     until(page, f"{widths}.length === 2")
-    assert "Time line of 0:28 " in page.get_attribute("#timeline svg", "aria-label")  # and does not go on up to now
+    assert "Timeline of 0:28 " in page.get_attribute("#timeline svg", "aria-label")  # and does not go on up to now
     assert min(page.evaluate(widths)) > 300
     page.click(".tabs a[data-view=runs]")
     assert page.inner_text("#runs tr[aria-current] .pill") == "silent"

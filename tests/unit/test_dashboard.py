@@ -32,7 +32,7 @@ from smolcluster.dashboard.run_reader import RunReader
 from smolcluster.dashboard.runs import NoSuchRun, RunFolder, compare
 from smolcluster.dashboard.server import choose
 from smolcluster.dashboard.snapshot_stream import SnapshotStream
-from smolcluster.dashboard.step_clock import StepClock
+from smolcluster.dashboard.step_times import StepTimes
 from smolcluster.dashboard.terminal import frame
 from smolcluster.errors import UserError
 from smolcluster.observe.jsonl import truncate_metrics
@@ -463,7 +463,7 @@ def test_a_killed_worker_is_called_that_and_is_back_after_seconds(elastic: Path)
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 1), st.integers(-20, 5)), max_size=60))
 def test_the_steps_of_a_worker_follow_the_server_and_never_go_back(rows: list[tuple[float, int, int]]) -> None:
     """The server is at step `time`; some of its rows come late."""
-    pace, last = StepClock(), 0.0
+    pace, last = StepTimes(), 0.0
     pace.add(0.0, 0)
     now = 0.0
     for passed, is_server, late in rows:
@@ -478,7 +478,7 @@ def test_the_steps_of_a_worker_follow_the_server_and_never_go_back(rows: list[tu
 
 
 def test_where_the_server_goes_back_its_workers_do_too() -> None:
-    pace = StepClock()
+    pace = StepTimes()
     pace.add(0.0, 0)
     pace.add(10.0, 10)
     assert pace.step_at(15.0, rank=0) == 15

@@ -186,7 +186,7 @@ def test_a_failing_sink_is_dropped_once_and_the_others_go_on(
         assert str(error) in notices[0].message
     assert len(bad.events) == 1
     assert (before.closed, bad.closed, after.closed) == (1, 1, 1)
-    assert sum("is switched off" in record.message for record in caplog.records) == 1
+    assert sum("was disabled" in record.message for record in caplog.records) == 1
 
 
 def test_all_sinks_may_fail_and_nothing_is_raised() -> None:

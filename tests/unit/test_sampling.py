@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smolcluster.serve.engine.sampling import (
-    Sampler,
+    TokenSampler,
     draw,
     first_beyond,
     likeliest,
@@ -78,7 +78,7 @@ def test_draws_follow_the_distribution_exactly(name: str) -> None:
     """The inverse of the summed distribution: u just below and at each edge gives the token of that side."""
     sampling, values = SAMPLINGS[name], logits(1)
     probabilities = expected(values, sampling, PROMPT, GENERATED)
-    changed = Sampler(sampling, PROMPT, GENERATED)._penalise(values.numpy())
+    changed = TokenSampler(sampling, PROMPT, GENERATED)._penalise(values.numpy())
     low = 0.0
     for token, probability in enumerate(probabilities):
         if probability > 1e-6:
@@ -103,7 +103,7 @@ def test_draws_over_many_seeds_pass_a_chi_square_test(name: str) -> None:
         fields = {field: getattr(SAMPLINGS[name], field) for field in SamplingParams.__dataclass_fields__} | {
             "seed": seed
         }
-        counts[Sampler(SamplingParams(**fields), PROMPT, GENERATED).choose(values).token] += 1
+        counts[TokenSampler(SamplingParams(**fields), PROMPT, GENERATED).choose(values).token] += 1
     assert counts[probabilities == 0].sum() == 0
     # Tokens that are expected fewer than five times are counted together.
     common = probabilities * draws >= 5
@@ -146,7 +146,7 @@ def test_the_tokens_that_may_come_are_those_of_transformers(
     u = uniform(seed, len(prompt))
     if (edges - u).abs().min() > 1e-9:
         want = int(torch.searchsorted(edges, torch.tensor(u, dtype=torch.float64), right=True))
-        assert Sampler(sampling, prompt).choose(values).token == want
+        assert TokenSampler(sampling, prompt).choose(values).token == want
     ours = expected(values, sampling, prompt, [])
     torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), theirs, rtol=1e-6, atol=1e-9)
 
@@ -196,27 +196,27 @@ def test_the_nucleus_is_the_smallest_that_has_its_share(values: list[int], share
 def test_temperature_zero_takes_the_likeliest_after_penalties_and_the_lowest_id_among_equals() -> None:
     values = torch.tensor([1.0, 3.0, 2.9, 3.0])
     cold = SamplingParams(temperature=0, top_k=2, top_p=0.1)
-    assert Sampler(cold, [0]).choose(values) == Token(token=1)
-    assert Sampler(SamplingParams(temperature=0, repetition_penalty=1.5), [1]).choose(values).token == 3
-    assert Sampler(SamplingParams(temperature=0, presence_penalty=0.2), [1], [3, 1]).choose(values).token == 2
+    assert TokenSampler(cold, [0]).choose(values) == Token(token=1)
+    assert TokenSampler(SamplingParams(temperature=0, repetition_penalty=1.5), [1]).choose(values).token == 3
+    assert TokenSampler(SamplingParams(temperature=0, presence_penalty=0.2), [1], [3, 1]).choose(values).token == 2
     # A token of the prompt was not generated.
-    assert Sampler(SamplingParams(temperature=0, presence_penalty=0.2), [1, 1], [3]).choose(values).token == 1
-    assert Sampler(SamplingParams(temperature=0, frequency_penalty=0.08), [0], [1, 1, 3]).choose(values).token == 3
+    assert TokenSampler(SamplingParams(temperature=0, presence_penalty=0.2), [1, 1], [3]).choose(values).token == 1
+    assert TokenSampler(SamplingParams(temperature=0, frequency_penalty=0.08), [0], [1, 1, 3]).choose(values).token == 3
 
 
 def test_top_k_of_one_and_next_to_no_temperature_are_greedy() -> None:
     values = torch.tensor([1.0, 3.0, 2.0, 3.0])
     for seed in range(20):
-        assert Sampler(SamplingParams(top_k=1, seed=seed), [0]).choose(values).token == 1
-        assert Sampler(SamplingParams(temperature=5e-324, seed=seed), [0]).choose(values[:3]).token == 1
-        assert Sampler(SamplingParams(top_p=0.0, seed=seed), [0]).choose(values).token == 1
+        assert TokenSampler(SamplingParams(top_k=1, seed=seed), [0]).choose(values).token == 1
+        assert TokenSampler(SamplingParams(temperature=5e-324, seed=seed), [0]).choose(values[:3]).token == 1
+        assert TokenSampler(SamplingParams(top_p=0.0, seed=seed), [0]).choose(values).token == 1
 
 
 def test_accepted_tokens_count_as_generated() -> None:
     sampling = SamplingParams(
         temperature=1.3, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3, seed=8
     )
-    grown, made = Sampler(sampling, PROMPT), Sampler(sampling, PROMPT, GENERATED)
+    grown, made = TokenSampler(sampling, PROMPT), TokenSampler(sampling, PROMPT, GENERATED)
     for token in GENERATED:
         grown.accept(token)
     assert grown.position == made.position == 10
@@ -228,7 +228,7 @@ def test_accepted_tokens_count_as_generated() -> None:
 def test_choosing_leaves_the_logits_and_the_sequence_alone() -> None:
     for sampling in SAMPLINGS.values():
         values = logits(5)
-        chooser = Sampler(sampling, PROMPT, GENERATED)
+        chooser = TokenSampler(sampling, PROMPT, GENERATED)
         first = chooser.choose(values)
         assert torch.equal(values, logits(5))
         assert chooser.choose(values) == first
@@ -258,7 +258,7 @@ def test_a_sequence_goes_on_the_same_on_another_machine() -> None:
     """After a failure all that is known are the tokens. Rounding of the logits elsewhere changes nothing here."""
     sampling = SamplingParams(temperature=1.1, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.1, seed=4)
 
-    def goes_on(chooser: Sampler, steps: range, noise: float) -> list[int]:
+    def goes_on(chooser: TokenSampler, steps: range, noise: float) -> list[int]:
         chosen = []
         for step in steps:
             token = chooser.choose(logits(step) + noise * logits(1000 + step)).token
@@ -266,17 +266,17 @@ def test_a_sequence_goes_on_the_same_on_another_machine() -> None:
             chosen.append(token)
         return chosen
 
-    all_ = goes_on(Sampler(sampling, PROMPT), range(60), 0.0)
+    all_ = goes_on(TokenSampler(sampling, PROMPT), range(60), 0.0)
     assert len(set(all_)) > 10
     for lost_at in (1, 17, 59):
-        assert goes_on(Sampler(sampling, PROMPT, all_[:lost_at]), range(lost_at, 60), 1e-6) == all_[lost_at:]
-    other = goes_on(Sampler(SamplingParams(temperature=1.1, seed=5), PROMPT), range(60), 0.0)
+        assert goes_on(TokenSampler(sampling, PROMPT, all_[:lost_at]), range(lost_at, 60), 1e-6) == all_[lost_at:]
+    other = goes_on(TokenSampler(SamplingParams(temperature=1.1, seed=5), PROMPT), range(60), 0.0)
     assert other != all_
 
 
 def test_a_batch_gives_what_each_gives_alone() -> None:
-    choosers = [Sampler(sampling, PROMPT, GENERATED) for sampling in SAMPLINGS.values()]
-    choosers += [Sampler(SamplingParams(temperature=0), PROMPT), Sampler(SamplingParams(logprobs=2), PROMPT)]
+    choosers = [TokenSampler(sampling, PROMPT, GENERATED) for sampling in SAMPLINGS.values()]
+    choosers += [TokenSampler(SamplingParams(temperature=0), PROMPT), TokenSampler(SamplingParams(logprobs=2), PROMPT)]
     batch = torch.stack([logits(i) for i in range(len(choosers))])
     alone = [chooser.choose(line) for chooser, line in zip(choosers, batch, strict=True)]
     assert sample(choosers, batch) == alone
@@ -291,16 +291,16 @@ def test_logprobs_are_of_the_model_itself_whatever_is_done_to_the_choice() -> No
     values = logits(3)
     exact = values.double().log_softmax(-1)
     sampling = SamplingParams(temperature=0.2, top_k=3, repetition_penalty=1.9, presence_penalty=1.0, logprobs=4)
-    token = Sampler(sampling, PROMPT, GENERATED).choose(values)
+    token = TokenSampler(sampling, PROMPT, GENERATED).choose(values)
     assert token.logprob == pytest.approx(exact[token.token].item(), abs=1e-12)
     likely = exact.topk(4)
     assert [one for one, _ in token.top] == likely.indices.tolist()
     assert [logprob for _, logprob in token.top] == pytest.approx(likely.values.tolist(), abs=1e-12)
-    bare = Sampler(SamplingParams(temperature=0, logprobs=0), []).choose(values)
+    bare = TokenSampler(SamplingParams(temperature=0, logprobs=0), []).choose(values)
     assert (bare.token, bare.top) == (likely.indices[0].item(), ())
     assert bare.logprob == pytest.approx(likely.values[0].item(), abs=1e-12)
-    assert len(Sampler(SamplingParams(logprobs=10 * VOCAB), []).choose(values).top) == VOCAB
-    ties = Sampler(SamplingParams(logprobs=3), []).choose(torch.tensor([1.0, 2.0, 1.0, 1.0]))
+    assert len(TokenSampler(SamplingParams(logprobs=10 * VOCAB), []).choose(values).top) == VOCAB
+    ties = TokenSampler(SamplingParams(logprobs=3), []).choose(torch.tensor([1.0, 2.0, 1.0, 1.0]))
     assert [one for one, _ in ties.top] == [1, 0, 2]
 
 
@@ -314,7 +314,7 @@ def test_logprobs_are_of_the_model_itself_whatever_is_done_to_the_choice() -> No
 def test_logits_that_are_no_numbers_are_refused(sampling: SamplingParams, wrong: float) -> None:
     values = logits(0)
     values[7] = wrong
-    chooser = Sampler(sampling, [1])
+    chooser = TokenSampler(sampling, [1])
     with pytest.raises(ValueError, match=f"the largest logit is {wrong}"):
         chooser.choose(values)
     with pytest.raises(ValueError, match="the largest logit is"):
@@ -327,7 +327,7 @@ def test_a_token_that_cannot_be_never_comes() -> None:
     values = torch.full((50,), -math.inf)
     values[20] = 1.0
     values[31] = 0.0
-    chosen = {Sampler(SamplingParams(seed=seed), []).choose(values).token for seed in range(50)}
+    chosen = {TokenSampler(SamplingParams(seed=seed), []).choose(values).token for seed in range(50)}
     assert chosen == {20, 31}
     assert draw(values.numpy(), 1.0, SamplingParams()) == 31  # beyond the last edge: still one that can be
 
@@ -335,10 +335,10 @@ def test_a_token_that_cannot_be_never_comes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_logits_of_any_type_are_taken(dtype: torch.dtype) -> None:
     values = logits(0).to(dtype)
-    assert Sampler(SamplingParams(temperature=0), []).choose(values).token == values.argmax()
-    assert sample([Sampler(SamplingParams(seed=3), [])], values[None])[0] == Sampler(SamplingParams(seed=3), []).choose(
-        values.double()
-    )
+    assert TokenSampler(SamplingParams(temperature=0), []).choose(values).token == values.argmax()
+    assert sample([TokenSampler(SamplingParams(seed=3), [])], values[None])[0] == TokenSampler(
+        SamplingParams(seed=3), []
+    ).choose(values.double())
 
 
 def test_what_cannot_be_has_a_number_all_the_same() -> None:

@@ -27,7 +27,7 @@ from tests.unit.scripted_engine import END, SAID, ByteText, ScriptedEngine, serv
 
 from smolcluster.errors import UserError
 from smolcluster.serve.engine.types import Busy, PromptTooLong, Unavailable
-from smolcluster.serve.http.request_parsing import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, NOT_HERE
+from smolcluster.serve.http.request_parsing import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, UNSUPPORTED
 from smolcluster.serve.http.response_bodies import completion_logprobs
 from smolcluster.serve.http.server import HttpSettings
 from smolcluster.serve.http.service import TokenLogprob
@@ -299,10 +299,12 @@ def test_models(port: int) -> None:
 
 def test_fields_that_openai_knows_and_that_change_nothing(port: int) -> None:
     extra = dict.fromkeys(IGNORED, "x") | {
-        name: (values[0] if values else None) for name, values in NOT_HERE.items() if name not in COMPLETION_FIELDS
+        name: (values[0] if values else None) for name, values in UNSUPPORTED.items() if name not in COMPLETION_FIELDS
     }
     asked(port, "/v1/chat/completions", CHAT | {"max_tokens": 1} | extra)
-    asked(port, "/v1/chat/completions", CHAT | {"max_tokens": 1} | dict.fromkeys(NOT_HERE) | {"stop": None, "n": None})
+    asked(
+        port, "/v1/chat/completions", CHAT | {"max_tokens": 1} | dict.fromkeys(UNSUPPORTED) | {"stop": None, "n": None}
+    )
     asked(port, "/v1/completions", COMPLETION | {"max_tokens": 1, "echo": False, "best_of": 1, "suffix": ""})
 
 
@@ -822,7 +824,7 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 NAMES = st.sampled_from(
-    sorted({*CHAT_FIELDS, *COMPLETION_FIELDS, *NOT_HERE, *IGNORED, "message", "query", "history", "x"})
+    sorted({*CHAT_FIELDS, *COMPLETION_FIELDS, *UNSUPPORTED, *IGNORED, "message", "query", "history", "x"})
 )
 
 

@@ -48,8 +48,8 @@ class RestartFlags:
     ] = None
     max_restarts: Annotated[int | None, _restarts(help="Restarts before the run fails. Default: 10.")] = None
 
-    def wish(self, workers: int | None, place: AssignedRank | None) -> ElasticRange | None:
-        """Return what is asked for; None: the run ends when a worker dies."""
+    def elastic_range(self, workers: int | None, place: AssignedRank | None) -> ElasticRange | None:
+        """Return the requested world sizes; None without --elastic: the run ends when a worker dies."""
         from smolcluster.launch.restart.plan import elastic_from_flags
 
         endpoint, most = self.rdzv_endpoint, self.max_restarts
@@ -106,7 +106,7 @@ def train(
     if size is not None and workers not in (None, size):
         raise UserError(f"--workers {workers} and --world-size {size} contradict each other; give one of them")
     workers = workers if size is None else size
-    again = restarts.wish(workers, place)
+    again = restarts.elastic_range(workers, place)
     workers = again.max_workers if again is not None else workers
     sets = sets_of(strategy=run.strategy, workers=workers, plane=run.plane, steps=run.steps, seed=run.seed)
     sets |= flags.sets() | {"training.profile": profile, "strategy.draw_schedule": draw_schedule or None}

@@ -34,7 +34,7 @@ from smolcluster.dashboard.run_files import (
     process_of_log,
     shortened,
 )
-from smolcluster.dashboard.step_clock import StepClock
+from smolcluster.dashboard.step_times import StepTimes
 from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.run_state import counts_own_steps
 
@@ -86,7 +86,7 @@ class RunReader:
         self.behind = False  # there is more to read than one poll took
         self.beginnings += 1
         self.first_time: float | None = None
-        self._step_clock = StepClock()
+        self._step_times = StepTimes()
         self._waiting: deque[tuple[RankRecord, dict[str, Any]]] = deque()  # rows whose step of the run is not known yet
         self._diverged: set[int] = set()
         self._servers = 0
@@ -115,7 +115,7 @@ class RunReader:
         found |= self._read_checkpoints() | self._read_summary()
         self.behind = history.more or metrics.more
         if not self.behind and self.status() not in ("starting", "training", "silent"):
-            self._draw_waiting(until=math.inf if self._step_clock.known else -math.inf)
+            self._draw_waiting(until=math.inf if self._step_times.known else -math.inf)
             self.run_curve.flush()
         return bool(found or history.lines or metrics.lines)
 
@@ -191,12 +191,12 @@ class RunReader:
             self.first_time = min(when, self.first_time or when)
         if record.role == "server" or (rank == 0 and not self.run_curve.served):
             self._recorded = written
-        self._elapsed = record.heard(when, elapsed=self._elapsed)
+        self._elapsed = record.record_arrival(when, elapsed=self._elapsed)
         config = self._stamps.get("config.yaml")
         resumed = record.last is not None and config is not None and record.last["time"] < config[2] / 1e9 < when
         self._notice_divergence(row)
         if record.role == "server":
-            self._step_clock.add(when, int(step))
+            self._step_times.add(when, int(step))
             record.take(row, step=step, time=when, resumed=resumed)
             self._draw_waiting(until=when)
         elif counts_own_steps(self.strategy):
@@ -214,8 +214,8 @@ class RunReader:
         for index, (record, row) in enumerate(waiting):
             if row["time"] <= until or index < too_many:
                 step = float(row["step"])
-                if self._step_clock.known:
-                    step = self._step_clock.step_at(row["time"], rank=record.rank, last=self.total_steps)
+                if self._step_times.known:
+                    step = self._step_times.step_at(row["time"], rank=record.rank, last=self.total_steps)
                 record.curve.add(row, step=step, time=row["time"])
                 self._draw_worker(record, row, step)
             else:
@@ -227,7 +227,7 @@ class RunReader:
         def alive(rank: int) -> bool:
             other = self.ranks[rank]
             pause_s = max(record.longest_pause_s, other.longest_pause_s)
-            return is_alive(self._elapsed - other.heard_at, pause_s=pause_s)
+            return is_alive(self._elapsed - other.last_row_at, pause_s=pause_s)
 
         self.workers.add(row, step=step, alive=alive)
 
@@ -434,7 +434,7 @@ class RunReader:
         """Return the seconds since the last row of this rank. Clocks of machines are not compared: they may differ."""
         if record.last is None or self._metrics.modified is None:
             return 0.0
-        return self.now() - self._metrics.modified + self._elapsed - record.heard_at
+        return self.now() - self._metrics.modified + self._elapsed - record.last_row_at
 
     def all_ranks(self) -> list[RankRecord]:
         """Return all ranks, also those that are only expected: workers in order, then the server."""

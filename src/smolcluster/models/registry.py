@@ -60,13 +60,13 @@ def from_plain(name: str, values: Mapping[str, Any]) -> DecoderConfig:
 def _check(name: str, value: Any, wanted: Any) -> None:
     if wanted is int:
         good = type(value) is int and 1 <= value <= MAX_SIZE
-        told = f"a whole number from 1 to {MAX_SIZE}"
+        expected = f"an integer from 1 to {MAX_SIZE}"
     elif wanted is float:
         good = type(value) in (int, float) and 0 <= value < math.inf
-        told = "a number that is not negative"
+        expected = "a number >= 0"
     elif bool in (wanted, *typing.get_args(wanted)):
-        good, told = type(value) is bool, "true or false"
+        good, expected = type(value) is bool, "true or false"
     else:
-        good, told = isinstance(value, str), "a word"
+        good, expected = isinstance(value, str), "a string"
     if not good:
-        raise ValueError(f"{name} is {value!r:.40}, not {told}")
+        raise ValueError(f"{name} is {value!r:.40}, not {expected}")

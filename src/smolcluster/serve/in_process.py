@@ -18,7 +18,7 @@ import torch
 from smolcluster.errors import UserError
 from smolcluster.serve.client.http import AnswerChunk, RequestOptions
 from smolcluster.serve.engine.model_source import ModelSource
-from smolcluster.serve.engine.sampling import Sampler
+from smolcluster.serve.engine.sampling import TokenSampler
 from smolcluster.serve.engine.stage_model import Row, StageModel
 from smolcluster.serve.engine.types import RetriesExhausted, SequenceRequest, Token
 from smolcluster.serve.http.request_parsing import read_completion
@@ -46,7 +46,7 @@ class InProcessEngine:
     async def stream(self, request: SequenceRequest) -> AsyncGenerator[Token, None]:
         number, sampler, tokens = (
             next(self._numbers),
-            Sampler(request.sampling, prompt=request.tokens),
+            TokenSampler(request.sampling, prompt=request.tokens),
             list(request.tokens),
         )
         cached = 0

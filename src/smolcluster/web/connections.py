@@ -56,11 +56,11 @@ class ConnectionGate:
         return _Connection(self, H11Protocol(**options))
 
     def add(self, connection: _Connection) -> None:
-        most, there = self.limits.max_connections, len(self.open)
-        if there >= 2 * most:
+        most, num_open = self.limits.max_connections, len(self.open)
+        if num_open >= 2 * most:
             connection.abort()
             return
-        connection.refused = there >= most and not self._evict()
+        connection.refused = num_open >= most and not self._evict()
         self.open.add(connection)
         self._by_client[connection.client] = connection
 

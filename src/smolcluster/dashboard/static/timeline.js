@@ -21,7 +21,7 @@ export class Timeline {
     const width = this.node.parentElement.clientWidth;
     const start = Math.min(state.numbers.started ?? Infinity, ...state.events.map((e) => e.time));
     if (!width || !Number.isFinite(start)) return;
-    // Only where somebody trains does time go on; of one who fell silent the bar ends where it was heard last.
+    // Extend only the bars of workers in state training; the bar of a silent worker ends at its last row.
     const ended = !["starting", "training"].includes(state.status);
     const heard = state.machines.map((m) => m.heard ?? start);
     const last = Math.max(start + 1, ...state.events.map((e) => e.time), ...state.machines.flatMap((m) => m.spans.flat()), ...heard);
@@ -34,7 +34,7 @@ export class Timeline {
     attr(this.node, "viewBox", `0 0 ${width} ${height}`);
     attr(this.node, "width", width);
     attr(this.node, "height", height);
-    attr(this.node, "aria-label", `Time line of ${clock(end - start)} with ${state.events.length} events; the list beside it has them in words`);
+    attr(this.node, "aria-label", `Timeline of ${clock(end - start)} with ${state.events.length} events; the list beside it has them in words`);
 
     const parts = [...this.axis(start, end, x, width, height)];
     const lanes = new Map(shown.map((machine, i) => [machine.rank, 34 + i * lane]));

@@ -151,15 +151,15 @@ def _opening(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
 
 def _arguments(job: BatchJob) -> str:
     """Return the arguments of `train` or `server`: the user's, and the number of workers."""
-    words = ["server" if job.plane == "elastic" else "train", *job.sources]
+    args = ["server" if job.plane == "elastic" else "train", *job.sources]
     given = {"--strategy": job.strategy, "--steps": job.steps, "--seed": job.seed, "--backend": job.backend}
     for flag, value in given.items():
         if value is not None:
-            words += [flag, str(value)]
-    words += ["--workers", str(job.workers)]
+            args += [flag, str(value)]
+    args += ["--workers", str(job.workers)]
     if job.overrides:
-        words += ["--override", *job.overrides]
-    return shlex.join(words)
+        args += ["--override", *job.overrides]
+    return shlex.join(args)
 
 
 _STOPPED = """
@@ -179,11 +179,11 @@ trap : TERM
 
 def _srun(job: BatchJob) -> str:
     """Return the srun command. Ranks exit at different times; that must not end the others."""
-    words = ["srun", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
-    words += [f"--ntasks={job.workers}", f"--ntasks-per-node={job.workers_per_node}"]
+    args = ["srun", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
+    args += [f"--ntasks={job.workers}", f"--ntasks-per-node={job.workers_per_node}"]
     if job.cpus_per_worker is not None:
-        words.append(f"--cpus-per-task={job.cpus_per_worker}")
-    return " ".join(words)
+        args.append(f"--cpus-per-task={job.cpus_per_worker}")
+    return " ".join(args)
 
 
 def _ranks(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:

@@ -252,8 +252,8 @@ def _duration(seconds: float) -> str:
 
 async def _send(host: Host, deployment: Deployment, report: Report) -> None:
     place = f"code/{deployment.package.key}"
-    (there,) = await host.call("has", folder=host.machine.folder, places=[f"{place}/smolcluster/__init__.py"])
-    if not there:
+    (installed,) = await host.call("has", folder=host.machine.folder, places=[f"{place}/smolcluster/__init__.py"])
+    if not installed:
         report(host.name, f"sending smolcluster, {len(deployment.package.data) >> 10} KiB")
         await host.call("unpack", folder=host.machine.folder, place=place, fresh=True, data=deployment.package.data)
     home = f"clusters/{deployment.layout.name}"

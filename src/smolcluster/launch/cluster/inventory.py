@@ -39,12 +39,14 @@ class FoundMachine:
 def find_machines(
     ssh_config: Path | None, *, accept_new: bool = False, report: Callable[[str], None]
 ) -> list[FoundMachine]:
-    here = socket.gethostname().partition(".")[0] or "here"
+    own_name = socket.gethostname().partition(".")[0] or "here"
     known: dict[str, ClusterMachine] = {}
     with contextlib.suppress(OSError):
         text = (ssh_config or Path("~/.ssh/config").expanduser()).read_text(encoding="utf-8", errors="replace")
         known = machines_of_ssh(text)
-    machines = {here: ClusterMachine(name=here, address=LOCAL)} | {n: m for n, m in known.items() if n != here}
+    machines = {own_name: ClusterMachine(name=own_name, address=LOCAL)} | {
+        n: m for n, m in known.items() if n != own_name
+    }
     aliases = _aliases(machines)
     offers = _offers()
     more = f"; {len(offers)} more running `smolcluster join`" if offers else ""
@@ -75,8 +77,8 @@ def find_machines(
 def hosts_of_ssh(text: str) -> list[str]:
     """Return the hosts of an ssh configuration, without patterns."""
     names: list[str] = []
-    for key, words in _lines(text):
-        for name in words if key == "host" else ():
+    for key, values in _lines(text):
+        for name in values if key == "host" else ():
             if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) and name not in names:
                 names.append(name)
     return names[:MAX_HOSTS]
@@ -86,19 +88,19 @@ def ssh_options(text: str, name: str) -> dict[str, str]:
     """Return the options of one host: the first value of each key, as ssh does. `Match` and `Include` are ignored."""
     options: dict[str, str] = {}
     applies = True
-    for key, words in _lines(text):
+    for key, values in _lines(text):
         if key == "host":
-            matching = [word for word in words if fnmatch.fnmatchcase(name, word.removeprefix("!"))]
+            matching = [word for word in values if fnmatch.fnmatchcase(name, word.removeprefix("!"))]
             applies = bool(matching) and not any(word.startswith("!") for word in matching)
         elif key == "match":
             applies = False
-        elif applies and words:
-            options.setdefault(key, words[0] if key != "proxycommand" else " ".join(words))
+        elif applies and values:
+            options.setdefault(key, values[0] if key != "proxycommand" else " ".join(values))
     return options
 
 
 def _lines(text: str) -> list[tuple[str, list[str]]]:
-    """Parse the lines into lower-case keys and their words, without quotes."""
+    """Parse the lines into lower-case keys and their values, without quotes."""
     matches = (re.match(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.+)", line) for line in text.splitlines())
     return [
         (match[1].lower(), [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', match[2])])
@@ -182,10 +184,10 @@ def entry_of(machines: Mapping[str, ClusterMachine], name: str) -> dict[str, Any
         return {"address": LOCAL}
     entry = {} if machine == ClusterMachine(name=name, address=name) else {"address": machine.address}
     entry |= {key: value for key in ("port", "user", "key", "via") if (value := getattr(machine, key)) is not None}
-    return entry | {"server_address": _mine(list(control.jump_chain(machines, name).values())[-1])}
+    return entry | {"server_address": _own_address(list(control.jump_chain(machines, name).values())[-1])}
 
 
-def _mine(first: ClusterMachine) -> str:
+def _own_address(first: ClusterMachine) -> str:
     """Return this machine's address on the connection to `first`."""
     from smolcluster.launch.join.discovery import own_addresses
 

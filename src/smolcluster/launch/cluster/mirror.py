@@ -60,8 +60,8 @@ class _Copying:
         """Wait until every machine is copied or has failed."""
         self._all_said.wait(FIRST_S)
         if not self._looked:
-            words = "; ".join(f"{name}: {why}" for name, why in self._problems.items())
-            raise UserError(f"no machine of {self._cluster.name} could be read: {words or 'no answer'}")
+            reasons = "; ".join(f"{name}: {why}" for name, why in self._problems.items())
+            raise UserError(f"no machine of {self._cluster.name} could be read: {reasons or 'no answer'}")
 
     def stop(self) -> None:
         with contextlib.suppress(RuntimeError):

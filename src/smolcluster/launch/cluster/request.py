@@ -110,8 +110,8 @@ def read_cluster(
     folder = folder or Path.cwd()
     if file is None:
         base, own = folder, []
-        here = socket.gethostname().partition(".")[0] or "here"
-        sets["cluster.hosts"] = {here: {"address": LOCAL, "workers": local_workers or 2}}
+        own_name = socket.gethostname().partition(".")[0] or "here"
+        sets["cluster.hosts"] = {own_name: {"address": LOCAL, "workers": local_workers or 2}}
     else:
         if not file.is_file():
             raise UserError(f"{file}: no such file; `smolcluster cluster init` writes one")

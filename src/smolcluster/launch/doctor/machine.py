@@ -51,8 +51,8 @@ def _torch_and_gpu() -> Iterator[Finding]:
         yield bad(Layer.GPU, f"torch.cuda.is_available(): {_SILENT}")
         return
     if asked.returncode != 0:
-        words = (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
-        yield bad(Layer.TORCH, f"torch cannot be imported: {words}", "pip install -U 'torch>=2.6,<2.14'")
+        reason = (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
+        yield bad(Layer.TORCH, f"torch cannot be imported: {reason}", "pip install -U 'torch>=2.6,<2.14'")
         return
     facts = json.loads(asked.stdout.splitlines()[-1])
     yield good(Layer.TORCH, f"torch {facts['version']}")

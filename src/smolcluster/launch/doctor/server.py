@@ -62,40 +62,40 @@ def examine(host: str, port: int) -> Iterator[Finding]:
             yield good(Layer.PORT, f"{place} accepts connections")
         yield from _check_handshake((host, port))
     except OSError as error:
-        words = "no answer in 5 s" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        yield bad(classify(error), f"{place}: {words}")
+        problem = "no answer in 5 s" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        yield bad(classify(error), f"{place}: {problem}")
 
 
 def _check_handshake(place: Address) -> Iterator[Finding]:
     """Check whether this machine could join the server, with each of its tokens."""
-    mine: tuple[Credentials, ...] = ()
+    own: tuple[Credentials, ...] = ()
     answer, problem = None, ""
     try:
         if (keyring := load_keyring(None, os.environ)) is not None:
-            mine = keyring.credentials
-        for known in mine:
+            own = keyring.credentials
+        for known in own:
             answer = ask(place, known)
             if answer.same is not None or not answer.wants_token:
                 break
     except SmolclusterError as error:  # an unreadable token, or a missing package
         problem = str(error)
     answer = answer or ask(place)
-    if answer.words:
-        yield bad(Layer.SERVER, f"not a smolcluster server: {answer.words}")
+    if answer.problem:
+        yield bad(Layer.SERVER, f"not a smolcluster server: {answer.problem}")
         return
     if answer.version not in (None, VERSION):
         what = f"the server speaks protocol version {answer.version}, this machine version {VERSION}"
         yield bad(Layer.SERVER, what, known_remedy(Layer.SERVER, 1))
         return
     yield good(Layer.SERVER, f"a smolcluster server with{'' if answer.wants_token else 'out'} a token")
-    yield bad(Layer.TOKEN, problem) if problem else _tokens(answer, mine)
+    yield bad(Layer.TOKEN, problem) if problem else _tokens(answer, own)
 
 
-def _tokens(answer: ServerProbe, mine: tuple[Credentials, ...]) -> Finding:
-    names = ", ".join(known.name for known in mine)
+def _tokens(answer: ServerProbe, own: tuple[Credentials, ...]) -> Finding:
+    names = ", ".join(known.name for known in own)
     if answer.same is not None:
         return good(Layer.TOKEN, f"both have {answer.same.name}")
-    if not mine:
+    if not own:
         if answer.wants_token:
             remedy = "copy the server's: there `smolcluster token show --secret`, here `smolcluster token add`"
             return bad(Layer.TOKEN, "the server requires a token, and this machine has none", remedy)
@@ -114,7 +114,7 @@ class ServerProbe:
     wants_token: bool = False
     same: Credentials | None = None  # the token that both have
     version: int | None = None  # of the protocol, if known
-    words: str = ""  # answer of another program
+    problem: str = ""  # answer of another program
 
 
 def ask(place: Address, known: Credentials | None = None) -> ServerProbe:
@@ -128,10 +128,10 @@ def ask(place: Address, known: Credentials | None = None) -> ServerProbe:
         if (version := _version(first)) is not None:
             return ServerProbe(version=version)
         if not first.startswith(_TLS):
-            return ServerProbe(words=_describe_reply(first))
+            return ServerProbe(problem=_describe_reply(first))
         certificate = secure.certificate()
         if certificate is None or DOMAIN.encode() not in certificate:  # its name is in there as plain text
-            return ServerProbe(words="it speaks TLS without a smolcluster certificate")
+            return ServerProbe(problem="it speaks TLS without a smolcluster certificate")
         if known is None or certificate != known.certificate:
             return ServerProbe(wants_token=True)
         with contextlib.suppress(OSError):
@@ -196,5 +196,5 @@ def _version(first: bytes) -> int | None:
 
 
 def _describe_reply(first: bytes) -> str:
-    words = printable(first.split(b"\n")[0].decode("ascii", "replace")).strip()[:_MAX_CHARACTERS]
-    return f"it sent '{words}'" if first else "it does not answer"
+    text = printable(first.split(b"\n")[0].decode("ascii", "replace")).strip()[:_MAX_CHARACTERS]
+    return f"it sent '{text}'" if first else "it does not answer"

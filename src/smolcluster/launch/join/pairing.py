@@ -62,8 +62,8 @@ class _KeyPair:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(key))
         except ValueError as error:
             raise PairingFailed(f"the peer's key is invalid: {error}") from error
-        mine, theirs = self.key + self.nonce, key + nonce
-        both = mine + theirs if dialled else theirs + mine
+        own, peer = self.key + self.nonce, key + nonce
+        both = own + peer if dialled else peer + own
         return Agreement(shared, both)
 
 

@@ -112,8 +112,8 @@ class ServerClient:
         if ready:
             return None
         problems = state.get("problems")
-        words = [state.get("progress") or "the model is not ready", *(problems if isinstance(problems, list) else [])]
-        return printable("; ".join(map(str, words)))
+        reasons = [state.get("progress") or "the model is not ready", *(problems if isinstance(problems, list) else [])]
+        return printable("; ".join(map(str, reasons)))
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], *, options: RequestOptions

@@ -36,7 +36,7 @@ BLOCK = 256  # length of partial sums
 IMPOSSIBLE = -9999.0  # a log probability
 
 
-class Sampler:
+class TokenSampler:
     """The sampling of one sequence. `sample` has no side effects; `accept` adds a token."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Sampler:
         return logits
 
 
-def sample(choosers: Sequence[Sampler], logits_BV: Tensor) -> list[Token]:
+def sample(choosers: Sequence[TokenSampler], logits_BV: Tensor) -> list[Token]:
     """Return the next token of each sequence. Greedy rows on a GPU are sampled there."""
     if logits_BV.device.type == "cpu" or not any(one.plain for one in choosers):
         return [one._choose(logits) for one, logits in zip(choosers, to_numpy(logits_BV), strict=True)]

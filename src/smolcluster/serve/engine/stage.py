@@ -39,7 +39,7 @@ from smolcluster.observe.text import printable
 from smolcluster.serve.engine import wire
 from smolcluster.serve.engine.model_source import ModelSource
 from smolcluster.serve.engine.next_stages import NextStages, handler_of
-from smolcluster.serve.engine.sampling import Sampler, sample
+from smolcluster.serve.engine.sampling import TokenSampler, sample
 from smolcluster.serve.engine.stage_model import Row, StageModel, cache_bytes_per_token
 from smolcluster.serve.engine.stage_weights import StageWeights
 from smolcluster.serve.engine.types import Token
@@ -93,7 +93,7 @@ class StageWorker:
         self._model: ServedModel | None = None
         self._weights = StageWeights(device, self._dtype, source=source, files=files)
         self._stage_model: StageModel | None = None
-        self._samplers: dict[int, Sampler] = {}
+        self._samplers: dict[int, TokenSampler] = {}
         self._finished: OrderedDict[int, None] = OrderedDict()
         self._next = NextStages(transport, self, front, failed=self._failed, front_link=lambda: self._front)
         bound = transport.listen(*listen, self)
@@ -408,9 +408,9 @@ class StageWorker:
             self._enqueue(lambda: self._load_layers(*wanted, tensors))
 
 
-def _sampler(opening: SamplingState) -> Sampler:
+def _sampler(opening: SamplingState) -> TokenSampler:
     prompt, generated = opening.tokens[: opening.prompt], opening.tokens[opening.prompt :]
-    return Sampler(opening.sampling, prompt=prompt, generated=generated, position=opening.position)
+    return TokenSampler(opening.sampling, prompt=prompt, generated=generated, position=opening.position)
 
 
 def probe(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> float:

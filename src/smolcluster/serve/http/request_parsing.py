@@ -4,7 +4,7 @@ Fields are
 
     read        with OpenAI's meaning, and top_k and repetition_penalty
     ignored     known to OpenAI, without effect on the answer: IGNORED
-    refused     known to OpenAI, not supported: NOT_HERE; null and values without effect pass
+    refused     known to OpenAI, not supported: UNSUPPORTED; null and values without effect pass
     unknown     refused, with the nearest known name
 """
 
@@ -38,7 +38,7 @@ IGNORED = frozenset(
     }
 )
 # Unsupported fields, with the values that have no effect.
-NOT_HERE: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
     "logit_bias": ({},),
@@ -80,12 +80,14 @@ def read_chat(body: Json) -> ParsedRequest:
         logprobs=(most_likely or 0) if wanted else None,
         logprobs_field="top_logprobs",
     )
-    return _asked(body, request)
+    return _with_stream_options(body, request)
 
 
 def read_completion(body: Json) -> ParsedRequest:
     _check_names(body, COMPLETION_FIELDS)
-    return _asked(body, CompletionRequest(**_shared(body), prompts=_prompts(body), logprobs=_whole(body, "logprobs")))
+    return _with_stream_options(
+        body, CompletionRequest(**_shared(body), prompts=_prompts(body), logprobs=_whole(body, "logprobs"))
+    )
 
 
 def read_simple_chat(body: Json) -> ParsedRequest:
@@ -102,7 +104,7 @@ def read_simple_chat(body: Json) -> ParsedRequest:
         messages = [*messages, {"role": "user", "content": _string(body[name], name)}]
     if body.get("system") is not None:
         messages = [{"role": "system", "content": _string(body["system"], "system")}, *messages]
-    return _asked(body, CompletionRequest(**_shared(body), messages=messages))
+    return _with_stream_options(body, CompletionRequest(**_shared(body), messages=messages))
 
 
 def read_simple_query(body: Json) -> ParsedRequest:
@@ -110,7 +112,7 @@ def read_simple_query(body: Json) -> ParsedRequest:
     names = ("prompt", "query", "text")
     _check_names(body, (*SIMPLE_FIELDS, *names))
     name = _one_of(body, names)
-    return _asked(body, CompletionRequest(**_shared(body), prompts=[_string(body[name], name)]))
+    return _with_stream_options(body, CompletionRequest(**_shared(body), prompts=[_string(body[name], name)]))
 
 
 def read_key(body: Json) -> str:
@@ -119,7 +121,7 @@ def read_key(body: Json) -> str:
     return _string(body.get("key"), "key")
 
 
-def _asked(body: Json, request: CompletionRequest) -> ParsedRequest:
+def _with_stream_options(body: Json, request: CompletionRequest) -> ParsedRequest:
     stream, options = _flag(body, "stream"), body.get("stream_options")
     if options is None:
         return ParsedRequest(request=request, stream=stream, include_usage=False)
@@ -213,10 +215,10 @@ def _tokens(given: Any, at: str) -> str | list[int]:
 
 def _check_names(body: Json, known: Iterable[str], ignored: Iterable[str] | None = None, at: str = "") -> None:
     known = tuple(known)
-    passing = IGNORED | NOT_HERE.keys() if ignored is None else frozenset(ignored)
+    passing = IGNORED | UNSUPPORTED.keys() if ignored is None else frozenset(ignored)
     for name, value in body.items():
-        if name in NOT_HERE and ignored is None:
-            if value is not None and not any(type(value) is type(n) and value == n for n in NOT_HERE[name]):
+        if name in UNSUPPORTED and ignored is None:
+            if value is not None and not any(type(value) is type(n) and value == n for n in UNSUPPORTED[name]):
                 raise BadRequest(f"{name} is not supported here; leave it out", name)
         elif name not in known and name not in passing:
             near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.6)
@@ -232,11 +234,11 @@ def _one_of(body: Json, names: Sequence[str]) -> str:
     return given[0]
 
 
-def _value(body: Json, name: str, kind: Any, words: str, at: str = "") -> Any:
+def _value(body: Json, name: str, kind: Any, expected: str, at: str = "") -> Any:
     """Return a field of this type, or None. A bool is not a number."""
     value = body.get(name)
     if value is not None and not (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
-        raise _wrong(at + name, words, value)
+        raise _wrong(at + name, expected, value)
     return value
 
 
@@ -274,8 +276,10 @@ def _string(value: Any, name: str) -> str:
     return value
 
 
-def _wrong(name: str, kind: str, value: Any) -> BadRequest:
-    return BadRequest(f"{name} is missing" if value is None else f"{name} must be {kind}, not {_shown(value)}", name)
+def _wrong(name: str, expected: str, value: Any) -> BadRequest:
+    return BadRequest(
+        f"{name} is missing" if value is None else f"{name} must be {expected}, not {_shown(value)}", name
+    )
 
 
 def _shown(value: Any) -> str:

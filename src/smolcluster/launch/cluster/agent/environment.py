@@ -139,9 +139,9 @@ def _run(command: list[str]) -> None:
         text = " ".join(lines[-3:])
         if "No space left" in text or "Errno 28" in text:
             raise AgentError("the disk is full", MAKE_ROOM)
-        words = "; ".join(lines[-3:]) or f"status {process.returncode}"
+        reason = "; ".join(lines[-3:]) or f"status {process.returncode}"
         raise AgentError(
-            f"making the environment failed: {words}",
+            f"making the environment failed: {reason}",
             "check that the machine reaches a package index, or name a Python that has torch as `python` of the host",
         )
 

@@ -16,7 +16,7 @@ import bisect
 MAX_STEPS = 64
 
 
-class StepClock:
+class StepTimes:
     def __init__(self) -> None:
         self._times: list[float] = []
         self._steps: list[int] = []
