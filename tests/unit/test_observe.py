@@ -345,7 +345,7 @@ def test_a_full_disk_costs_the_rows_of_that_time(tmp_path: Path, monkeypatch: py
     assert [row["step"] for row in read_metrics(path)] == [1, 5, 6]
     assert told == [
         f"{path}: the row of step 2 is lost: No space left on device; is the disk full? "
-        "Training goes on, and rows are written again when there is room"
+        "Training continues, and rows are written again when there is room"
     ]
 
 

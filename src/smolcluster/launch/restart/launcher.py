@@ -258,7 +258,7 @@ class RestartPolicy(Policy):
         return abruptly or (self.drain_until is not None and time.monotonic() > self.drain_until)
 
     def _handle_death(self, failed: Child) -> None:
-        """Report this death to the other launchers and ask for the next round. Raises when the run cannot go on."""
+        """Report this death to the other launchers and ask for the next round. Raises when the run cannot continue."""
         summary = self.supervisor.outcome.summary
         if summary is not None and summary["status"] == "finished":
             return self._finish()  # it died after the last step
