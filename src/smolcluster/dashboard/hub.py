@@ -43,7 +43,7 @@ class TooManyViewers(Exception):
 
 
 def shielded(work: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Finish an async method when its caller is cancelled: its thread goes on, and must be done before the reader is used
+    """Finish an async method when its caller is cancelled: its thread continues, and must be done before the reader is used
     again."""
 
     @functools.wraps(work)

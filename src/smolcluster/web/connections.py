@@ -188,7 +188,7 @@ class _Connection(asyncio.Protocol):
                 self.abort()
 
     def pause_reading(self) -> None:
-        """Called by uvicorn while another request waits. Reading goes on for a while: else a closed connection is not seen."""
+        """Called by uvicorn while another request waits. Reading continues for a while: else a closed connection is not noticed."""
         self._paused = True
 
     def resume_reading(self) -> None:
