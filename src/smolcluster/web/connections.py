@@ -188,7 +188,7 @@ class _Connection(asyncio.Protocol):
                 self.abort()
 
     def pause_reading(self) -> None:
-        """Called by uvicorn while another request waits. Reading continues for a while: else a closed connection is not noticed."""
+        """Called by uvicorn while another request waits. Reading continues for a while, to notice a closed connection."""
         self._paused = True
 
     def resume_reading(self) -> None:

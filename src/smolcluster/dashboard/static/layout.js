@@ -47,7 +47,7 @@ function circle(plan, put, ranks, server) {
   if (server !== null) put(server, width / 2, height / 2, { w: 120, h: CARD.h });
 }
 
-/** Three columns, workers left and right of their server; two where there is no room for three, or nobody for the third. */
+/** Three columns, workers left and right of their server; two where there is no room for three, or no worker for the third. */
 function columns(width, num, { right = 0 } = {}) {
   const two = num > 1 && width >= 3 * CARD.least + 2 * ACROSS + 2 * EDGE;
   if (two) {

@@ -35,7 +35,7 @@ export function applyChanges(state, news) {
   return next;
 }
 
-/** Server-sent events of one run; goes on by itself when the connection breaks. Returns a function that ends it. */
+/** Server-sent events of one run; reconnects when the connection breaks. Returns a function that ends them. */
 export function follow(name, { changed, connection }) {
   let source = null;
   let state = null;
@@ -90,7 +90,7 @@ export function follow(name, { changed, connection }) {
     source?.close();
   };
   open();
-  return close; // for whoever looks at another run
+  return close; // to show another run
 }
 
 export class NeedsToken extends Error {}

@@ -20,7 +20,7 @@ function entries() {
   return found.sort((a, b) => b.conversation.updated - a.conversation.updated);
 }
 
-/** What is stored may be from another version, or from somebody else on this address. */
+/** What is stored may be from another version, or from another user of this address. */
 function read(value) {
   let found;
   try {
