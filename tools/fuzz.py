@@ -96,7 +96,7 @@ with (
     from smolcluster.errors import UserError
     from smolcluster.models.gguf import GGUF
     from smolcluster.serve.engine import wire
-    from smolcluster.serve.http import api_types
+    from smolcluster.serve.http import request_parsing, response_bodies
     from smolcluster.serve.http.service import BadRequest
     from smolcluster.web.bodies import BadBody, parse_object
     from tools.memory_transport import MemoryTransport, Switchboard
@@ -717,16 +717,16 @@ def serving(data: bytes) -> str:
     if isinstance(found, wire.Assignment):
         insist(found.first_layer + found.num_layers <= NUM_LAYERS, f"{found} of {NUM_LAYERS} layers")
     if isinstance(found, wire.StageBatch):
-        insist(0 < found.num_tokens <= wire.MOST_TOKENS, f"a batch of {found.num_tokens} tokens")
+        insist(0 < found.num_tokens <= wire.MAX_TOKENS, f"a batch of {found.num_tokens} tokens")
     return f"{name} read, {min(2, len(again.get('rows', again)))} in it"
 
 
 ROUTES: Mapping[str, Callable[[dict[str, Any]], Any]] = {
-    "chat": api_types.read_chat,
-    "completion": api_types.read_completion,
-    "simple chat": api_types.read_simple_chat,
-    "simple query": api_types.read_simple_query,
-    "key": api_types.read_key,
+    "chat": request_parsing.read_chat,
+    "completion": request_parsing.read_completion,
+    "simple chat": request_parsing.read_simple_chat,
+    "simple query": request_parsing.read_simple_query,
+    "key": request_parsing.read_key,
 }
 
 
@@ -738,7 +738,7 @@ def requests(data: bytes) -> str:
         found = ROUTES[name](parse_object(source.rest()))
     except (BadBody, BadRequest) as error:
         field = error.field if isinstance(error, BadRequest) else None
-        json.dumps(api_types.error_body(str(error), status=400, field=field), ensure_ascii=False).encode()
+        json.dumps(response_bodies.error_body(str(error), status=400, field=field), ensure_ascii=False).encode()
         insist(len(str(error)) < 2000, "a refusal that is longer than what it refuses")
         return f"{name} {words(error)}"
     if isinstance(found, str):

@@ -56,6 +56,6 @@ class BareDiLoCo:
         self.anchor.grad = distance / dist.get_world_size()
         self.outer.step()
         for parameter, part in zip(
-            self.parameters, self.anchor.split([p.numel() for p in self.parameters]), strict=True
+            self.parameters, torch.split(self.anchor, [p.numel() for p in self.parameters]), strict=True
         ):
             parameter.copy_(part.view_as(parameter))

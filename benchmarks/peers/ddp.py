@@ -18,7 +18,7 @@ from benchmarks.peers.bare import Recipe
 
 Hook = Literal["fp16", "powersgd"]
 ONE_BUCKET_MB = 400
-POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
+POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
 
 
 class DDPTraining:

@@ -344,7 +344,7 @@ def test_room_that_runs_out_does_not_stop_training(smol: Smol, tmp_path: Path) -
         ended = running.end().ok()
         assert "could not be saved" in ended.out
         assert "No space left on device" in ended.out
-        assert ended.out.count("is lost: No space left on device; is the disk full? Training goes on") == 1
+        assert ended.out.count("is lost: No space left on device; is the disk full? Training continues") == 1
         assert "step 300/300" in ended.out
         assert "finished: single, 1 worker, 300 steps" in ended.out
         # What was saved before is whole, and with room again the run can go on.

@@ -136,7 +136,7 @@ def test_a_killed_worker_returns_and_the_controller_may_go_away(two: Lab) -> Non
     eventually(lambda: step_of(two) > reached + 3, what="the run to go on", within_s=90)
     assert all(state["state"] == "running" for state in states(two)["processes"].values())
     ended = two.run("down").ok()
-    assert "mini1: asking server to save and end" in ended.out
+    assert "mini1: asking server to save and exit" in ended.out
     found = states(two)
     assert found["summary"]["status"] == "interrupted"
     assert found["summary"]["members_lost"] >= 1

@@ -25,7 +25,7 @@ from tests.server_thread import served
 from tests.unit.run_folder import T0, aged, append, configure, log, row
 from tests.world import TASKS
 
-from smolcluster.dashboard.runs import MOST_RUNS
+from smolcluster.dashboard.runs import MAX_RUNS
 from smolcluster.dashboard.server import DashboardConfig, serve
 
 pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
@@ -383,7 +383,7 @@ def test_the_bar_of_a_silent_machine_ends_where_it_was_heard(
     until(page, "document.querySelector('#status').textContent === 'silent'")
     widths = "[...document.querySelectorAll('#timeline .span')].map(b => b.getBoundingClientRect().width)"
     until(page, f"{widths}.length === 2")
-    assert "Time line of 0:28 " in page.get_attribute("#timeline svg", "aria-label")  # and does not go on up to now
+    assert "Timeline of 0:28 " in page.get_attribute("#timeline svg", "aria-label")  # and does not go on up to now
     assert min(page.evaluate(widths)) > 300
     page.click(".tabs a[data-view=runs]")
     assert page.inner_text("#runs tr[aria-current] .pill") == "silent"
@@ -435,7 +435,7 @@ def test_a_newer_run_does_not_take_the_place_of_the_one_that_is_shown(
 
 
 def test_an_old_run_among_many_is_shown(tmp_path: Path, open_page: Callable[..., Any]) -> None:
-    for number in range(MOST_RUNS + 2):
+    for number in range(MAX_RUNS + 2):
         run = configure(tmp_path / f"run-{number:03d}")
         aged(run / "config.yaml", T0 + number)
     append(tmp_path / "run-000" / "metrics.jsonl", row(1, 0), row(1, 1))

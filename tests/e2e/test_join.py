@@ -52,7 +52,7 @@ def test_a_machine_joins_by_its_code(smol: Smol, tmp_path: Path) -> None:
         assert refused.status == 2
         assert "give an unused one with --rank N" in refused.err
         joining = smol.start("join", "pi5", "--address", network.address(1), "--device", "cpu", **where[1])
-        joining.until(lambda: "pi5 waits at" in joining.output, what="the offer")
+        joining.until(lambda: "pi5 is listening on" in joining.output, what="the offer")
         accepting = subprocess.Popen(
             [
                 "ip",

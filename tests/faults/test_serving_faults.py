@@ -369,7 +369,7 @@ def test_machines_that_said_too_much_serve_again_with_what_they_can_hold() -> No
     with cluster(source, "a", "b", files=False) as made:
         made.remove("b")
         eventually(made.front.problems, what="it to fail")
-        assert not made.front.coming
+        assert not made.front.loading
         made.add("b", files=False)
         assert made.front.wait_ready(60), made.front.problems()
         assert made.text((1, 2, 3), 8) == source.greedy((1, 2, 3), 8)
@@ -456,7 +456,7 @@ def test_weights_that_the_front_cannot_read_are_told() -> None:
         made.add("a", files=False)
         (problem,) = eventually(made.front.problems, what="a problem")
         assert problem == "a: the server cannot read the weights: a disk that cannot be read"
-        assert not made.front.coming
+        assert not made.front.loading
         with pytest.raises(Unavailable):
             made.text((1, 2, 3), 8)
     finally:

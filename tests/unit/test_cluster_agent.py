@@ -304,7 +304,7 @@ def test_a_python_in_the_users_home_is_found(tmp_path: Path, monkeypatch: pytest
 
     async def local() -> list[int]:
         machine = ClusterMachine(name="here", address="local", folder=str(tmp_path), python="~/venv/python")
-        found: dict[str, Any] = await host.Host(machine, None).ask("look", folder=str(tmp_path), name="lab")
+        found: dict[str, Any] = await host.Host(machine, None).call("look", folder=str(tmp_path), name="lab")
         version: list[int] = found["python"]
         return version
 
@@ -463,7 +463,7 @@ def test_a_login_may_print_what_it_likes(lines: list[bytes], expected: Any) -> N
     ],
 )
 def test_a_python_is_one_word_for_the_shell(python: str, expected: str) -> None:
-    assert host._word(python) == expected
+    assert host._quote(python) == expected
 
 
 def test_a_connection_that_asyncssh_loses_is_a_lost_connection() -> None:
@@ -483,7 +483,7 @@ def test_a_connection_that_asyncssh_loses_is_a_lost_connection() -> None:
     for asked in (stream.line, lambda: stream.send(b"x")):
         with pytest.raises(ConnectionResetError, match="the connection was lost"):
             asyncio.run(asked())
-    assert asyncio.run(stream.complaint()) == ""
+    assert asyncio.run(stream.stderr()) == ""
 
 
 def test_a_refused_up_leaves_the_record_as_it_was(tmp_path: Path) -> None:

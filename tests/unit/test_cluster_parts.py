@@ -515,7 +515,7 @@ def found_by(answers: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path:
     path.write_text(SSH)
     told: list[str] = []
     text = write_file(find_machines(path, accept_new=True, report=told.append))
-    assert told[0] == "looking at 5 machine(s), and 0 that offer themselves"
+    assert told[0] == "probing 5 machine(s)"
     return text
 
 
@@ -651,7 +651,7 @@ def test_to_go_on_nothing_need_be_said_again(
     assert dry("--resume", capsys=capsys).endswith(": server, worker-0, worker-1, worker-2\n")
     before = UpArguments.recorded("lab")
     assert before is not None
-    now = UpArguments(file=None, folder=str(Path.cwd()), overrides=["cluster.port=7002"], steps=9).after(before)
+    now = UpArguments(file=None, folder=str(Path.cwd()), overrides=["cluster.port=7002"], steps=9).merged_over(before)
     config = now.read().config
     assert (config.training.steps, config.cluster.port, config.strategy.name) == (9, 7002, "edp")
 
@@ -706,7 +706,7 @@ class Written:
     async def agent(self) -> AsyncIterator[Any]:
         yield self
 
-    async def ask(self, op: str, *, folder: str, place: str) -> str | list[str] | None:
+    async def call(self, op: str, *, folder: str, place: str) -> str | list[str] | None:
         text = self.files.get(Path(place).stem)
         return (text or "").splitlines() if op == "tail" else text
 

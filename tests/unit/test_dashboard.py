@@ -26,7 +26,7 @@ from smolcluster.dashboard.follow import LineFollower
 from smolcluster.dashboard.links import ByteCounts, links_of, shape_of
 from smolcluster.dashboard.logs import read_page
 from smolcluster.dashboard.ranks import LEFT_REASON, RankRecord, RankState, known_facts, state_of
-from smolcluster.dashboard.run_curve import MOST_METRICS, RunCurve
+from smolcluster.dashboard.run_curve import MAX_METRICS, RunCurve
 from smolcluster.dashboard.run_files import checkpoint_of, flat_config
 from smolcluster.dashboard.run_reader import RunReader
 from smolcluster.dashboard.runs import NoSuchRun, RunFolder, compare
@@ -93,7 +93,7 @@ def test_a_file_that_was_replaced_cut_or_rewritten_is_read_again(tmp_path: Path)
 def test_a_long_file_comes_in_pieces_and_a_line_without_an_end_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"a\nb\n" + b"x" * 5000 + b"\nc\nd")
-    follower, found = LineFollower(path, most_bytes=64), []
+    follower, found = LineFollower(path, max_bytes=64), []
     for _ in range(200):
         news = follower.poll()
         found += news.lines
@@ -783,7 +783,7 @@ def test_metrics_of_a_task_have_a_curve_each_and_stand_in_the_terminal(tmp_path:
     assert "f1 0.7500  wer 2.0000" in drawn(stream.snapshot())
     append(run / "metrics.jsonl", row(4, **{f"val_{n}": 1.0 for n in range(100)}))
     told = snapshot_of(run)
-    assert len([name for name in told["curves"] if name.startswith("val_")]) == MOST_METRICS
+    assert len([name for name in told["curves"] if name.startswith("val_")]) == MAX_METRICS
     text = drawn(told, width=60)
     assert "loss 1.2500" in text
     assert "…" not in text
@@ -1040,12 +1040,12 @@ def test_logs_of_all_processes_are_one_in_the_order_of_time(logged: Path) -> Non
 
 
 @pytest.mark.parametrize("limit", [1, 7, 100, 500])
-@pytest.mark.parametrize("most_bytes", [1, 2000, 1 << 20])
-def test_pages_have_every_line_once(logged: Path, limit: int, most_bytes: int) -> None:
+@pytest.mark.parametrize("max_bytes", [1, 2000, 1 << 20])
+def test_pages_have_every_line_once(logged: Path, limit: int, max_bytes: int) -> None:
     found: list[str] = []
     before: dict[str, int] | None = None
     for _ in range(400):
-        page = read_page(logged, limit=limit, before=before, most_bytes=most_bytes)
+        page = read_page(logged, limit=limit, before=before, max_bytes=max_bytes)
         found = messages(page) + found
         before = page["before"]
         append(logged / "logs" / "server-a.log", log("written meanwhile", when=1000))  # shifts nothing
@@ -1054,7 +1054,7 @@ def test_pages_have_every_line_once(logged: Path, limit: int, most_bytes: int) -
             break
     lines = [message for message in found if message.startswith("line")]
     assert sorted(lines) == [f"line {i:03d} ünïcode" for i in range(300)]
-    if most_bytes > 10_000:
+    if max_bytes > 10_000:
         assert lines == sorted(lines)
     assert not any("meanwhile" in message or "new process" in message for message in found)
 
@@ -1072,7 +1072,7 @@ def test_search_level_and_process(logged: Path) -> None:
 
 def test_a_search_for_what_is_not_there_ends_soon(tmp_path: Path) -> None:
     append(tmp_path / "logs" / "server-a.log", *(log("x" * 500, when=i) for i in range(2000)))
-    page = read_page(tmp_path, search="nowhere", most_bytes=100_000)
+    page = read_page(tmp_path, search="nowhere", max_bytes=100_000)
     assert page["lines"] == []
     assert page["before"] is not None  # and can be gone on with
 
@@ -1085,7 +1085,7 @@ def test_a_line_without_end_is_come_past(tmp_path: Path) -> None:
     found: list[str] = []
     before: dict[str, int] | None = None
     for _ in range(10):
-        page = read_page(tmp_path, before=before, most_bytes=100_000)
+        page = read_page(tmp_path, before=before, max_bytes=100_000)
         found = messages(page) + found
         before = page["before"]
         if before is None:

@@ -416,7 +416,7 @@ def test_a_thread_of_a_viewer_who_left_is_waited_for(folder: Path, monkeypatch: 
 
 def test_there_is_a_limit_to_viewers_and_who_leaves_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("starlette")
-    monkeypatch.setattr(hub, "MOST_VIEWERS", 2)
+    monkeypatch.setattr(hub, "MAX_VIEWERS", 2)
     with serving(folder) as port:
         viewers = [Viewer(port) for _ in range(2)]
         for viewer in viewers:
@@ -445,7 +445,7 @@ def test_a_viewer_that_takes_nothing_is_let_go(folder: Path, monkeypatch: pytest
 
     monkeypatch.setattr(server, "listen", listen)
     monkeypatch.setattr(dashboard_app, "WRITE_S", 0.2)
-    monkeypatch.setattr(hub, "MOST_VIEWERS", 1)
+    monkeypatch.setattr(hub, "MAX_VIEWERS", 1)
     configure(folder / "new", more="".join(f"k{i}: {'y' * 900}\n" for i in range(1000)))  # a snapshot of a megabyte
     with serving(folder) as port, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

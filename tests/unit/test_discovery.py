@@ -72,7 +72,7 @@ def test_an_address_of_ipv6() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     try:
-        door = cli_join._door("::1")
+        door = cli_join._listen("::1")
     except UserError as error:
         pytest.skip(str(error))
     with door:

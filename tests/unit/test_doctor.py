@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tools.reference import troubleshooting
 
-from smolcluster.cli.doctor import place_of
+from smolcluster.cli.doctor import parse_place
 from smolcluster.comm.elastic.transport.api import Handler, Head, Link, Message
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
@@ -230,7 +230,7 @@ def test_another_program_is_told_from_a_server(token: Callable[[str], None], min
     ],
 )
 def test_a_port_may_be_left_out(said: str, place: tuple[str, int]) -> None:
-    assert place_of(said) == place
+    assert parse_place(said) == place
 
 
 @pytest.mark.parametrize(
@@ -285,10 +285,10 @@ def test_routes_are_for_those_who_do_not_arrive(knock: Any, layer: Layer, mend: 
         async def agent(self) -> AsyncIterator[Fake]:
             yield self
 
-        async def talk(self, op: str, **said: Any) -> AsyncIterator[dict[str, Any]]:
+        async def stream_call(self, op: str, **said: Any) -> AsyncIterator[dict[str, Any]]:
             yield {"listening": True}
 
-        async def ask(self, op: str, **said: Any) -> Any:
+        async def call(self, op: str, **said: Any) -> Any:
             if isinstance(knock, Exception):
                 raise knock
             return knock

@@ -152,7 +152,7 @@ def test_a_mistake_of_one_worker_is_told_and_the_others_go_on(story: Elastic) ->
     serves = ["listen", "row 1", "await worked-1", "await notice-1", "note over", "finish"]
     lives = [["fail user rank 0 is taken"]]
     assert story.run({"server": [serves], "worker-0": lives, "worker-1": [WORKS]})["status"] == "finished"
-    assert story.notices() == ["worker 0 cannot take part: rank 0 is taken"]
+    assert story.notices() == ["worker 0 cannot join the run: rank 0 is taken"]
 
 
 def test_the_server_comes_back_on_its_port_as_the_process_that_stood_by(story: Elastic) -> None:

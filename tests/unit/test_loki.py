@@ -52,9 +52,7 @@ from smolcluster.observe.loki import (
     start_pushing,
 )
 
-QUICK = LokiTiming(
-    poll_s=0.01, retry_s=0.01, most_retry_s=0.05, slow_s=0.05, request_s=5.0, patience_s=0.2, close_s=3.0
-)
+QUICK = LokiTiming(poll_s=0.01, retry_s=0.01, max_retry_s=0.05, slow_s=0.05, request_s=5.0, patience_s=0.2, close_s=3.0)
 HOST = "worker-rank0-mini2"
 NEEDS_TLS = "Client sent an HTTP request to an HTTPS server."  # so speaks a Loki, and any server written in Go
 
@@ -441,7 +439,7 @@ from smolcluster.observe.loki import LokiTiming, start_pushing
 
 path, url, life, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 setup_logging(path, level="INFO", role="worker", rank=0, host="mini2")
-timing = LokiTiming(poll_s=0.005, retry_s=0.005, most_retry_s=0.02, slow_s=0.02)
+timing = LokiTiming(poll_s=0.005, retry_s=0.005, max_retry_s=0.02, slow_s=0.02)
 pusher = start_pushing(path, url=url, role="worker", rank=0, host="mini2", timing=timing)
 log = logging.getLogger("child")
 for number in range(count):

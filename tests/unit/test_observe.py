@@ -186,7 +186,7 @@ def test_a_failing_sink_is_dropped_once_and_the_others_go_on(
         assert str(error) in notices[0].message
     assert len(bad.events) == 1
     assert (before.closed, bad.closed, after.closed) == (1, 1, 1)
-    assert sum("is switched off" in record.message for record in caplog.records) == 1
+    assert sum("was disabled" in record.message for record in caplog.records) == 1
 
 
 def test_all_sinks_may_fail_and_nothing_is_raised() -> None:
@@ -345,7 +345,7 @@ def test_a_full_disk_costs_the_rows_of_that_time(tmp_path: Path, monkeypatch: py
     assert [row["step"] for row in read_metrics(path)] == [1, 5, 6]
     assert told == [
         f"{path}: the row of step 2 is lost: No space left on device; is the disk full? "
-        "Training goes on, and rows are written again when there is room"
+        "Training continues, and rows are written again when there is room"
     ]
 
 

@@ -188,11 +188,11 @@ def test_what_travels_is_sealed() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"rank": "second"}, "the cluster gave rank 'second' instead of a number from 0 on"),
-        ({"rank": -1}, "the cluster gave rank -1 instead of"),
-        ({"rank": None}, "the cluster gave rank None instead of"),
-        ({"server": 5}, "the cluster gave server 5 instead of a text"),
-        ({"token": ["x"]}, r"the cluster gave token \['x'\] instead of a text"),
+        ({"rank": "second"}, r"sent an invalid rank \('second'; expected an integer >= 0\)"),
+        ({"rank": -1}, r"sent an invalid rank \(-1; expected"),
+        ({"rank": None}, r"sent an invalid rank \(None; expected"),
+        ({"server": 5}, r"sent an invalid server \(5; expected a string\)"),
+        ({"token": ["x"]}, r"sent an invalid token \(\['x'\]; expected a string\)"),
         ({"server": "10.0.0.1"}, "--server '10.0.0.1' is not HOST:PORT"),
     ],
 )

@@ -26,8 +26,9 @@ from tests.dashboard_client import get, raw
 from tests.unit.scripted_engine import END, SAID, ByteText, ScriptedEngine, serving
 
 from smolcluster.errors import UserError
-from smolcluster.serve.engine.types import Busy, Unavailable
-from smolcluster.serve.http.api_types import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, NOT_HERE, completion_logprobs
+from smolcluster.serve.engine.types import Busy, PromptTooLong, Unavailable
+from smolcluster.serve.http.request_parsing import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, UNSUPPORTED
+from smolcluster.serve.http.response_bodies import completion_logprobs
 from smolcluster.serve.http.server import HttpSettings
 from smolcluster.serve.http.service import TokenLogprob
 from smolcluster.web import bodies
@@ -43,7 +44,7 @@ GETS = ("/health", "/config", "/metrics", "/events", "/v1/models", "/v1/models/t
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hi", "temperature": 0}
 BODIES = dict(zip(POSTS, (CHAT, COMPLETION, {"message": "hi"}, {"prompt": "hi"}), strict=True))
-QUICK = HttpLimits(request_s=0.3, linger_s=0.3, write_s=0.3, ending_s=1, most_connections=64)
+QUICK = HttpLimits(request_s=0.3, linger_s=0.3, write_s=0.3, ending_s=1, max_connections=64)
 
 
 @pytest.fixture(scope="module")
@@ -298,10 +299,12 @@ def test_models(port: int) -> None:
 
 def test_fields_that_openai_knows_and_that_change_nothing(port: int) -> None:
     extra = dict.fromkeys(IGNORED, "x") | {
-        name: (values[0] if values else None) for name, values in NOT_HERE.items() if name not in COMPLETION_FIELDS
+        name: (values[0] if values else None) for name, values in UNSUPPORTED.items() if name not in COMPLETION_FIELDS
     }
     asked(port, "/v1/chat/completions", CHAT | {"max_tokens": 1} | extra)
-    asked(port, "/v1/chat/completions", CHAT | {"max_tokens": 1} | dict.fromkeys(NOT_HERE) | {"stop": None, "n": None})
+    asked(
+        port, "/v1/chat/completions", CHAT | {"max_tokens": 1} | dict.fromkeys(UNSUPPORTED) | {"stop": None, "n": None}
+    )
     asked(port, "/v1/completions", COMPLETION | {"max_tokens": 1, "echo": False, "best_of": 1, "suffix": ""})
 
 
@@ -821,7 +824,7 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 NAMES = st.sampled_from(
-    sorted({*CHAT_FIELDS, *COMPLETION_FIELDS, *NOT_HERE, *IGNORED, "message", "query", "history", "x"})
+    sorted({*CHAT_FIELDS, *COMPLETION_FIELDS, *UNSUPPORTED, *IGNORED, "message", "query", "history", "x"})
 )
 
 
@@ -890,12 +893,13 @@ def test_a_full_house_is_429_and_nobody_there_is_503(port: int, engine: Scripted
     for refusal, status, after, kind in (
         (Busy("12 wait already"), 429, "1", "rate_limit_error"),
         (Unavailable("layers 15 to 30 are on no machine"), 503, "5", "server_error"),
+        (PromptTooLong("30 tokens; memory for 20"), 400, None, "invalid_request_error"),
     ):
         engine.refuse = refusal
         for path in POSTS:
             for stream in (False, True):
                 found = post(port, path, BODIES[path] | {"stream": stream})
-                assert found[1]["retry-after"] == after
+                assert found[1].get("retry-after") == after
                 assert error(found)[0] == status
                 assert error(found)[1]["type"] == kind
                 assert str(refusal) in error(found)[1]["message"]
@@ -913,7 +917,7 @@ def test_so_many_bodies_at_once(own: ScriptedEngine) -> None:
 
 def test_who_sends_a_body_slowly_makes_room(own: ScriptedEngine) -> None:
     """After a while, and only where another waits; both for the bodies that are read and for connections."""
-    http_limits = HttpLimits(request_s=20, ending_s=1, most_connections=3, crowded_s=0.2)
+    http_limits = HttpLimits(request_s=20, ending_s=1, max_connections=3, crowded_s=0.2)
     limits = {"requests": 3, "crowded_body_s": 0.2, "body_s": 60.0}
     with serving(own, http_limits=http_limits, **limits) as port, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connect(port)) for _ in range(2)]
@@ -1139,7 +1143,7 @@ def cut_off(reader: socket.socket) -> bool:
 
 def test_thousands_of_connections(own: ScriptedEngine) -> None:
     """Those that ask nothing make room for others; where all have asked, a new one is told to come back."""
-    http_limits = HttpLimits(request_s=20, ending_s=1, most_connections=50)
+    http_limits = HttpLimits(request_s=20, ending_s=1, max_connections=50)
     with serving(own, http_limits=http_limits) as port, contextlib.ExitStack() as stack:
         crowd = []
         for _ in range(1000):
@@ -1167,7 +1171,7 @@ def test_thousands_of_connections(own: ScriptedEngine) -> None:
 
 
 def test_one_that_rests_makes_room_after_those_that_never_asked(own: ScriptedEngine) -> None:
-    http_limits = HttpLimits(request_s=20, ending_s=1, most_connections=2)
+    http_limits = HttpLimits(request_s=20, ending_s=1, max_connections=2)
     with serving(own, http_limits=http_limits) as port, contextlib.ExitStack() as stack:
         friend, other = (
             stack.enter_context(contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)))

@@ -93,10 +93,10 @@ def test_one_that_cannot_be_started_now_is_tried_again(monkeypatch: pytest.Monke
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(local.subprocess, "Popen", popen)
-    monkeypatch.setattr(local, "AGAIN_S", 0.0)
+    monkeypatch.setattr(local, "RESTART_DELAY_S", 0.0)
     stages = local.LocalStages("127.0.0.1:1", 1, gave_up=gave_up.put)
     said = gave_up.get(timeout=20)
-    assert len(tries) == local.MOST_DEATHS
+    assert len(tries) == local.MAX_DEATHS
     assert said == "stage-0 died 5 times in a row, the last with status none (Cannot allocate memory)"
     stages.close()
 
@@ -155,7 +155,7 @@ def test_what_is_in_the_way_of_our_own_stages_ends_it(alone: bool) -> None:
     """Where others may come, it goes on without them."""
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
-    front: Any = SimpleNamespace(wait_ready=lambda _: False, coming=False, problems=lambda: ["stage-0: no memory"])
+    front: Any = SimpleNamespace(wait_ready=lambda _: False, loading=False, problems=lambda: ["stage-0: no memory"])
     told: list[str] = []
 
     def ready(url: str) -> None:

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.serve.engine import scheduler as scheduling
-from smolcluster.serve.engine.scheduler import MOST_TRIES, Routes, Scheduler, SchedulerLimits, SentBatch, width_of
-from smolcluster.serve.engine.types import Busy, RetriesExhausted, SamplingParams, SequenceRequest, Token, Unavailable
+from smolcluster.serve.engine.scheduler import MAX_TRIES, Routes, Scheduler, SchedulerLimits, SentBatch, width_of
+from smolcluster.serve.engine.types import (
+    Busy,
+    PromptTooLong,
+    RetriesExhausted,
+    SamplingParams,
+    SequenceRequest,
+    Token,
+    Unavailable,
+)
 
 TWO = Routes((("a",), ("b",)))
 
@@ -130,7 +138,7 @@ def test_how_to_choose_is_said_once_with_all_that_came_before() -> None:
 
 def test_long_prompts_open_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told of them travels as text, and a message has its limit."""
-    monkeypatch.setattr(scheduling, "MOST_HISTORY", 8)
+    monkeypatch.setattr(scheduling, "MAX_HISTORY", 8)
     scheduler, sequences = Scheduler(routes=TWO), [Told() for _ in range(4)]
     wanted = [ask(*range(n, n + 5), sampling=SamplingParams(repetition_penalty=1.5)) for n in range(4)]
     for one, told in zip(wanted, sequences, strict=True):
@@ -268,7 +276,7 @@ def test_those_who_begin_again_keep_their_order() -> None:
     scheduler.next_batch(now=0.0)
     scheduler.set_routes(Routes((("a",), ())), now=1.0)
     assert [sequence.request.tokens[0] for sequence in scheduler._waiting] == [0, 1, 2]
-    scheduler.set_routes(dataclasses.replace(TWO, room={"a": 60, "b": 60}), now=2.0)  # for one of them
+    scheduler.set_routes(dataclasses.replace(TWO, cache_tokens={"a": 60, "b": 60}), now=2.0)  # for one of them
     sent = scheduler.next_batch(now=2.0)
     assert sent is not None
     assert sent.tokens == (0, 5)
@@ -279,7 +287,7 @@ def test_those_who_begin_again_keep_their_order() -> None:
 def test_a_batch_that_fails_again_and_again_is_given_up() -> None:
     scheduler, told = Scheduler(routes=TWO), Told()
     scheduler.submit(ask(1), told)
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         sent = scheduler.next_batch(now=0.0)
         assert sent is not None
         scheduler.fail(sent.number, now=0.0)
@@ -304,7 +312,7 @@ def test_layers_that_are_being_loaded_are_waited_for() -> None:
     scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, loading_s=100.0), routes=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
-    scheduler.set_routes(Routes((("a",), ()), coming=True), now=5.0)
+    scheduler.set_routes(Routes((("a",), ()), loading=True), now=5.0)
     scheduler.expire(now=90.0)
     assert told == []
     scheduler.expire(now=106.0)
@@ -329,7 +337,7 @@ def test_patience_begins_anew_when_those_who_loaded_are_lost_too() -> None:
     scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, loading_s=100.0), routes=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
-    scheduler.set_routes(Routes((("a",), ()), coming=True), now=5.0)
+    scheduler.set_routes(Routes((("a",), ()), loading=True), now=5.0)
     scheduler.set_routes(Routes((("a",), ())), now=50.0)
     scheduler.expire(now=59.0)
     assert told == []
@@ -375,7 +383,7 @@ def test_a_short_prompt_does_not_wait_for_the_long_ones_before_it() -> None:
 
 
 def test_while_layers_are_loaded_one_may_wait() -> None:
-    scheduler = Scheduler(routes=Routes((("a",), ()), coming=True))
+    scheduler = Scheduler(routes=Routes((("a",), ()), loading=True))
     scheduler.submit(ask(1), Told())
     assert scheduler.waiting == 1
     with pytest.raises(Unavailable):
@@ -383,7 +391,7 @@ def test_while_layers_are_loaded_one_may_wait() -> None:
 
 
 def tight(room: int) -> Routes:
-    return Routes((("a",), ("b",)), room={"b": room})
+    return Routes((("a",), ("b",)), cache_tokens={"b": room})
 
 
 def test_who_does_not_fit_waits_for_room() -> None:
@@ -392,7 +400,7 @@ def test_who_does_not_fit_waits_for_room() -> None:
         scheduler.submit(ask(*range(50)), Told())
     assert scheduler.next_batch(now=0.0) is not None
     assert (scheduler.running, scheduler.waiting) == (2, 1)
-    with_room = Scheduler(routes=Routes(TWO.stages, room={"b": 3 * (50 + 64)}))
+    with_room = Scheduler(routes=Routes(TWO.stages, cache_tokens={"b": 3 * (50 + 64)}))
     for _ in range(3):
         with_room.submit(ask(*range(50)), Told())
     assert with_room.next_batch(now=0.0) is not None
@@ -426,7 +434,7 @@ def test_one_that_fills_a_machine_alone_ends_there() -> None:
 
 
 def test_one_that_fills_a_machine_goes_on_where_there_is_more_room() -> None:
-    scheduler, told = Scheduler(routes=Routes((("a",), ("b", "c")), room={"b": 20, "c": 40})), Told()
+    scheduler, told = Scheduler(routes=Routes((("a",), ("b", "c")), cache_tokens={"b": 20, "c": 40})), Told()
     scheduler.submit(ask(1, 2, max_tokens=50), told)
     routes = {sent.route for sent in serve(scheduler, Machines(scheduler))}
     assert routes == {("a", "b"), ("a", "c")}
@@ -442,7 +450,7 @@ def test_one_that_no_longer_fits_where_it_must_go_on_ends_there() -> None:
         sent = scheduler.next_batch(now=0.0)
         assert sent is not None
         scheduler.complete(sent.number, machines.answer(sent))
-    scheduler.set_routes(Routes((("c",), ("d",)), room={"d": 20}), now=0.0)
+    scheduler.set_routes(Routes((("c",), ("d",)), cache_tokens={"d": 20}), now=0.0)
     serve(scheduler, machines)
     assert told.tokens == alone(ask(1, 2, max_tokens=25))
     assert (told[-1].token, told.finish) == (-1, "length")
@@ -453,8 +461,8 @@ def test_one_that_fits_nowhere_is_told_so() -> None:
     scheduler.submit(ask(*range(30)), told)
     scheduler.submit(ask(1), other)
     serve(scheduler, Machines(scheduler))
-    assert isinstance(told[0], RetriesExhausted)
-    assert "30 tokens do not fit the memory" in str(told[0])
+    assert isinstance(told[0], PromptTooLong)
+    assert str(told[0]) == "30 tokens; the connected machines have memory for 20"
     assert other.tokens == alone(ask(1))
 
 
@@ -463,7 +471,7 @@ def test_one_that_fits_nowhere_is_told_so() -> None:
     [({}, None), ({"a": 7}, None), ({"a": 7, "b": 9}, 9), ({"a": 7, "b": 9, "c": 8}, 8), ({"c": 8}, 8)],
 )
 def test_the_longest_sequence(room: dict[str, int], longest: int | None) -> None:
-    assert Routes((("a", "b"), ("c",)), room=room).longest == longest
+    assert Routes((("a", "b"), ("c",)), cache_tokens=room).max_sequence_tokens == longest
 
 
 @given(

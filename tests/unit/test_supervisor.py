@@ -22,7 +22,7 @@ from smolcluster.launch.local import mesh as local
 from smolcluster.launch.local import supervisor
 from smolcluster.launch.local.mesh import run_local
 from smolcluster.launch.local.outcome import Interrupted
-from smolcluster.launch.local.supervisor import MOST_DEATHS, Slot
+from smolcluster.launch.local.supervisor import MAX_DEATHS, Slot
 from smolcluster.launch.prepare import Prepared
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_the_first_interrupt_saves_and_the_second_ends(story: Mesh, leaves: bool
 def test_deaths_in_a_row_are_counted_from_the_last_progress() -> None:
     seat = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     slot = Slot(spec=WorkerSpec(config={}, host="here", run_dir="", **seat))
-    assert [slot.count_death() for _ in range(MOST_DEATHS)] == [*[True] * (MOST_DEATHS - 1), False]
+    assert [slot.count_death() for _ in range(MAX_DEATHS)] == [*[True] * (MAX_DEATHS - 1), False]
     slot.progress = True
     assert slot.count_death()
     assert slot.deaths == 1

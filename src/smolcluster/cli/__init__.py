@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from smolcluster.cli.ending import tell
-from smolcluster.cli.options import apart
+from smolcluster.cli.options import blank_line_between
 from smolcluster.errors import SmolclusterError
 
 # typer vendors click or depends on it, by version; this is the ClickException that typer raises.
@@ -88,7 +88,7 @@ def build_app(only: str | None = None, *, overview: bool = False) -> typer.Typer
         elif name in GROUPS:
             app.add_typer(module.app, name=name, help=summaries[name])
         else:
-            app.command(name, help=summaries[name], epilog=apart(module.EXAMPLES))(getattr(module, place))
+            app.command(name, help=summaries[name], epilog=blank_line_between(module.EXAMPLES))(getattr(module, place))
     return app
 
 

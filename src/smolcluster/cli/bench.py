@@ -39,7 +39,7 @@ def _bench(context: typer.Context) -> None:
         typer.echo("\nEach has --help. Example: smolcluster bench scaling gpt --workers 4")
 
 
-@app.command("scaling", epilog=options.apart(EXAMPLES))
+@app.command("scaling", epilog=options.blank_line_between(EXAMPLES))
 @options.grouped
 def scaling(
     setup: options.SetupOptions,

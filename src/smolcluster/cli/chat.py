@@ -44,10 +44,10 @@ def chat(
         raise UserError("--system has no effect: this model has no chat template; put it before your text")
     model = served.model or client.models()[0]
     if question is not None:
-        said = {"model": model, **options}
+        request = {"model": model, **options}
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
-        answer = client.complete(question, options=said) if continues else client.chat(messages, options=said)
+        answer = client.complete(question, options=request) if continues else client.chat(messages, options=request)
         print_pieces(answer, sys.stdout)
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it stops an answer, also where a script ignores it
@@ -59,6 +59,6 @@ def chat(
         read=line_reader(),
         colour=is_coloured(sys.stdout),
         continues=continues,
-        openings=[words for words in about.get("openings") or [] if isinstance(words, str)],
+        openings=[text for text in about.get("openings") or [] if isinstance(text, str)],
     )
     return talk.run()

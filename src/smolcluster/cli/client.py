@@ -42,5 +42,5 @@ class ClientOptions:
         from smolcluster.serve.client.http import ServerClient
 
         client = ServerClient(url, key=self.key)
-        client.wait_ready(lambda words: typer.echo(f"waiting: {words}", err=True))
+        client.wait_ready(lambda reason: typer.echo(f"waiting: {reason}", err=True))
         return client

@@ -80,14 +80,15 @@ def check(
 @app.command("accept", epilog="Example: smolcluster cluster accept pi5")
 def accept(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="The machine. Default: the one that offers itself.")
+        str | None,
+        typer.Argument(metavar="[NAME]", help="The machine. Default: the only machine that is running `join`."),
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Where it finds the server. Default: of the cluster started last."),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where the machine waits, if it is not found by itself.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of the machine, if discovery does not find it.")
     ] = None,
     rank: Annotated[
         int | None,
@@ -102,8 +103,8 @@ def accept(
     places = _places(name, address)
     given = _given(server, cluster, rank)
     try:
-        with _reached(places) as line:
-            facts = pair(line, given, ask=_ask)
+        with _reached(places) as connection:
+            facts = pair(connection, given, ask=_ask)
     except PairingFailed as error:
         raise UserError(f"not accepted: {error}") from error
     typer.echo(f"{printable(str(facts.get('name')))[:60]} has the token, and joins as worker {given['rank']}")
@@ -171,8 +172,8 @@ def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[st
 
 
 def _ask(facts: dict[str, Any]) -> str:
-    said = " ".join(printable(str(facts.get(key, "")))[:60] for key in ("name", "system"))
-    typer.echo(f"{said} shows a pairing code now")
+    name, system = (printable(str(facts.get(key, "")))[:60] for key in ("name", "system"))
+    typer.echo(f"a pairing code is displayed on {name} ({system})")
     if sys.stdin.isatty():
         return str(typer.prompt("code"))
     return sys.stdin.readline()

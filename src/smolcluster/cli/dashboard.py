@@ -63,7 +63,7 @@ def dashboard(
             typer.echo("this page is not encrypted: use it in a network you trust, or through ssh -L", err=True)
         if run is not None and not (folder / run).exists():
             typer.echo(f"{folder / run} does not exist yet; the page waits for it", err=True)
-        typer.echo("Ctrl-C ends it; the run goes on")
+        typer.echo("Ctrl-C stops the dashboard; the run continues")
         if browser and sys.stdout.isatty():
             open_browser(url)
 

@@ -29,7 +29,7 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[CLUSTER.yaml|HOST[:PORT]]",
-            help="A cluster, or a server (its port, if nothing else is said, is 65432). Default: this machine.",
+            help="A cluster, or a server (default port: 65432). Default: this machine.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
@@ -43,18 +43,18 @@ def doctor(
     else:
         from smolcluster.launch.doctor import server
 
-        found = list(server.examine(*place_of(what)))
+        found = list(server.examine(*parse_place(what)))
     return report(found, as_json=as_json)
 
 
-def place_of(said: str) -> tuple[str, int]:
+def parse_place(text: str) -> tuple[str, int]:
     """Parse `host` or `host:port`; an IPv6 address needs brackets before a port."""
     from smolcluster.comm.elastic.transport.sockets import join_address, split_address
     from smolcluster.config.schema import ClusterConfig
 
-    if said.count(":") == 1 or "]:" in said:
-        return split_address(said)
-    host = said.removeprefix("[").removesuffix("]")
+    if text.count(":") == 1 or "]:" in text:
+        return split_address(text)
+    host = text.removeprefix("[").removesuffix("]")
     return split_address(join_address(host, ClusterConfig.model_fields["port"].default))
 
 
@@ -71,8 +71,8 @@ def examine_cluster(
     from smolcluster.launch.cluster.request import read_cluster
     from smolcluster.launch.doctor import cluster
 
-    wish = read_cluster(file, train=train, overrides=overrides, sets=sets)
-    layout = plan_layout(wish.config, name=wish.name, run="check")
+    request = read_cluster(file, train=train, overrides=overrides, sets=sets)
+    layout = plan_layout(request.config, name=request.name, run="check")
     return asyncio.run(cluster.examine(layout, accept_new=accept_new))
 
 

@@ -34,7 +34,7 @@ def join(
         str | None, typer.Option(help="Offer this machine at one address only, e.g. that of a link. Default: all.")
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--keep/--no-keep", help="Keep the cluster's token here for the next time.")
+        bool, typer.Option("--keep/--no-keep", help="Keep the cluster's token on this machine for later runs.")
     ] = True,
     *,
     own: OwnerOptions,
@@ -47,16 +47,16 @@ def join(
         raise UserError(f"'{called}' is not a machine name; use letters, digits, '-', '_' and '.'")
     spec = own.spec(0, called, server="cluster:1")  # raises for wrong options
     facts = {"name": called, "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
-    with _door(address) as door:
+    with _listen(address) as listener:
         addresses = [address] if address is not None else own_addresses()
-        port = door.getsockname()[1]
+        port = listener.getsockname()[1]
         with announced(called, port, addresses=addresses, system=facts["system"]):
-            typer.echo(f"{called} waits at {', '.join(addresses)} port {port}")
-            typer.echo(f"the cluster may use {lent(own, spec.overrides)}")
+            typer.echo(f"{called} is listening on {', '.join(addresses)}, port {port}")
+            typer.echo(f"the cluster may use {describe_access(own, spec.overrides)}")
             typer.echo("accept it where the cluster was started: smolcluster cluster accept")
-            given = PairingGrant.read(_be_taken(door, facts))
+            given = PairingGrant.read(_wait_for_pairing(listener, facts))
     typer.echo(printable(f"accepted by {given.cluster}; its server is at {given.server}"))
-    return _work(called, given, own=own, keep=keep)
+    return _run_worker(called, given, own=own, keep=keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,27 +76,28 @@ class PairingGrant:
         for name, value in given.items():
             is_kind = isinstance(value, kinds[name]) and not isinstance(value, bool)
             if not is_kind or (isinstance(value, int) and value < 0):
-                said = f"{name} {value!r:.60}" if name in fields else f"no {name}"
-                what = "a number from 0 on" if name == "rank" else "a text"
-                raise UserError(f"the cluster gave {said} instead of {what}; are both machines on one version?")
+                found = f"{value!r:.60}" if name in fields else "missing"
+                expected = "an integer >= 0" if name == "rank" else "a string"
+                problem = f"the cluster sent an invalid {name} ({found}; expected {expected})"
+                raise UserError(f"{problem}; install the same version on both machines")
         return cls(**given)
 
 
-def lent(own: OwnerOptions, given: Mapping[str, Any]) -> str:
+def describe_access(own: OwnerOptions, given: Mapping[str, Any]) -> str:
     """Describe what the cluster may use of this machine. `given`: the worker's own values by dotted name."""
     root, name = given.get("data.root"), given.get("data.name", "embedded")
     if root is not None:
-        said = [f"the files of {root}, whose content training can reveal"]
+        access = [f"the files of {root}, whose content training can reveal"]
     elif name != "embedded":
-        said = [f"the data {name} in its cache folder, downloaded if it is not there"]
+        access = [f"the data {name} in its cache folder, downloaded if it is not there"]
     else:
-        said = ["none of its files"]
-    said += [f"the code of {own.task}"] if own.task else []
-    said += [f"as you set it: {' '.join(own.override)}"] if own.override else []
-    return f"its {given.get('training.device') or 'best device'} and memory, and {'; '.join(said)}"
+        access = ["none of its files"]
+    access += [f"the code of {own.task}"] if own.task else []
+    access += [f"as you set it: {' '.join(own.override)}"] if own.override else []
+    return f"its {given.get('training.device') or 'best device'} and memory, and {'; '.join(access)}"
 
 
-def _door(address: str | None) -> socket.socket:
+def _listen(address: str | None) -> socket.socket:
     """Listen for a cluster."""
     from smolcluster.launch.join.discovery import own_addresses
 
@@ -108,9 +109,9 @@ def _door(address: str | None) -> socket.socket:
         raise UserError(f"--address {address} is not an address of this machine; it has {known}") from error
 
 
-def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
-    """Pair with a cluster that connects, and return what it sends. Raises UserError after MOST_CODES codes."""
-    from smolcluster.launch.join.pairing import MOST_CODES, PairingFailed, offer
+def _wait_for_pairing(listener: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
+    """Pair with a cluster that connects, and return what it sends. Raises UserError after MAX_CODES codes."""
+    from smolcluster.launch.join.pairing import MAX_CODES, PairingFailed, offer
 
     shown: list[str] = []
 
@@ -118,17 +119,17 @@ def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
         shown.append(code)
         typer.echo(f"{peer[0]} wants to pair; type this code there:  {code}")
 
-    while len(shown) < MOST_CODES:
-        line, peer = door.accept()
-        with line:
+    while len(shown) < MAX_CODES:
+        connection, peer = listener.accept()
+        with connection:
             try:
-                return offer(line, facts, show=show)
+                return offer(connection, facts, show=show)
             except PairingFailed as error:
                 print_text(f"not accepted: {error}", err=True)
-    raise UserError(f"not accepted after {MOST_CODES} codes; run `smolcluster join` again")
+    raise UserError(f"not accepted after {MAX_CODES} codes; run `smolcluster join` again")
 
 
-def _work(name: str, given: PairingGrant, *, own: OwnerOptions, keep: bool) -> int:
+def _run_worker(name: str, given: PairingGrant, *, own: OwnerOptions, keep: bool) -> int:
     """Run a worker of that cluster."""
     from smolcluster.cli.ending import leave_after
     from smolcluster.comm.elastic.transport.security import TokenEntry, token_file

@@ -97,10 +97,10 @@ def _token(file: Path | None, *, from_env: bool) -> str | None:
     if file is not None and from_env:
         raise UserError("--token-from-file and --token-from-env: give one of them")
     if from_env:
-        said = {"SMOLCLUSTER_TOKEN": os.environ.get("SMOLCLUSTER_TOKEN", "")}
-        if not said["SMOLCLUSTER_TOKEN"].strip():
+        environment = {"SMOLCLUSTER_TOKEN": os.environ.get("SMOLCLUSTER_TOKEN", "")}
+        if not environment["SMOLCLUSTER_TOKEN"].strip():
             raise UserError("--token-from-env: SMOLCLUSTER_TOKEN is not set")
-        found = find_tokens(None, said)
+        found = find_tokens(None, environment)
         return found[1][0].token if found else None
     if file is not None:
         entries = TokenFile(file).entries()

@@ -23,7 +23,7 @@ def panel(heading: str) -> Callable[..., Any]:
     return functools.partial(typer.Option, rich_help_panel=heading)
 
 
-def apart(examples: str) -> str:
+def blank_line_between(examples: str) -> str:
     """Separate the examples by blank lines, or the help joins them into one paragraph."""
     return examples.strip().replace("\n", "\n\n")
 
@@ -143,22 +143,22 @@ class OwnerOptions:
         return worker_spec(rank, host, server=server, task=self.task, overrides=self.override or [], sets=own, **more)
 
 
-_guide = panel("Model and training (the same as --override)")
+_shorthand = panel("Model and training (the same as --override)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlags:
-    """Flags of the multi-node guide that decide how much memory a rank needs."""
+    """Shorthands for model and training keys that decide how much memory a rank needs."""
 
-    vocab_size: Annotated[int | None, _guide(help="model.vocab_size")] = None
-    hidden_size: Annotated[int | None, _guide(help="model.model_dim")] = None
-    attention_heads: Annotated[int | None, _guide(help="model.num_heads")] = None
-    layers: Annotated[int | None, _guide(help="model.num_layers")] = None
-    max_seq_length: Annotated[int | None, _guide(help="model.max_seq_len")] = None
-    batch_size: Annotated[int | None, _guide(help="training.batch_size, per worker")] = None
-    mixed_precision: Annotated[bool, _guide("--mixed-precision", help="training.precision=bf16")] = False
+    vocab_size: Annotated[int | None, _shorthand(help="model.vocab_size")] = None
+    hidden_size: Annotated[int | None, _shorthand(help="model.model_dim")] = None
+    attention_heads: Annotated[int | None, _shorthand(help="model.num_heads")] = None
+    layers: Annotated[int | None, _shorthand(help="model.num_layers")] = None
+    max_seq_length: Annotated[int | None, _shorthand(help="model.max_seq_len")] = None
+    batch_size: Annotated[int | None, _shorthand(help="training.batch_size, per worker")] = None
+    mixed_precision: Annotated[bool, _shorthand("--mixed-precision", help="training.precision=bf16")] = False
     use_gradient_checkpointing: Annotated[
-        bool, _guide("--use-gradient-checkpointing", help="training.gradient_checkpointing=true")
+        bool, _shorthand("--use-gradient-checkpointing", help="training.gradient_checkpointing=true")
     ] = False
 
     def sets(self) -> dict[str, Any]:
@@ -170,9 +170,9 @@ class ModelFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFlags(ModelFlags):
-    """All flags of the multi-node guide."""
+    """All shorthands for model and training keys."""
 
-    learning_rate: Annotated[float | None, _guide(help="training.learning_rate")] = None
-    epochs: Annotated[int | None, _guide(help="training.epochs")] = None
-    gradient_clip_norm: Annotated[float | None, _guide(help="training.grad_clip_norm")] = None
-    save_interval: Annotated[int | None, _guide(help="training.checkpoint_steps")] = None
+    learning_rate: Annotated[float | None, _shorthand(help="training.learning_rate")] = None
+    epochs: Annotated[int | None, _shorthand(help="training.epochs")] = None
+    gradient_clip_norm: Annotated[float | None, _shorthand(help="training.grad_clip_norm")] = None
+    save_interval: Annotated[int | None, _shorthand(help="training.checkpoint_steps")] = None

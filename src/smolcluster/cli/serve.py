@@ -22,15 +22,13 @@ _machines, _page = panel("Machines"), panel("Page and API")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFlags:
-    """The fields of `smolcluster.serve.main.ServeOptions` that are flags as they are."""
+    """The fields of `smolcluster.serve.main.ServeOptions` that are options as they are."""
 
     stages: Annotated[
         int | None,
         _machines(min=1, help="Parts that the layers are cut into. Default: as --layers or --workers say, else 1."),
     ] = None
-    replicas: Annotated[
-        int, _machines(min=1, help="Machines that hold each part alike; requests go to the idlest.")
-    ] = 1
+    replicas: Annotated[int, _machines(min=1, help="Replicas of each stage; requests go to the least loaded one.")] = 1
     layers: Annotated[
         str | None,
         _machines(
@@ -66,11 +64,20 @@ class ServeFlags:
     ] = None
     api_key: Annotated[
         str | None,
-        _page(envvar="SMOLCLUSTER_API_KEY", show_envvar=True, help="What clients must have; 16 characters or more."),
+        _page(
+            envvar="SMOLCLUSTER_API_KEY",
+            show_envvar=True,
+            help="API key that clients must send; at least 16 characters.",
+        ),
     ] = None
     concurrency: Annotated[int, _page(min=1, max=1024, help="Sequences that are continued at the same time.")] = 32
-    temperature: Annotated[float, _page(min=0.0, max=2.0, help="Where a request does not say; 0: the likeliest.")] = 0.6
-    top_p: Annotated[float, _page(min=0.01, max=1.0, help="The same, of the likeliest tokens.")] = 0.9
+    temperature: Annotated[float, _page(min=0.0, max=2.0, help="Default for requests without one; 0: greedy.")] = 0.6
+    top_p: Annotated[
+        float,
+        _page(
+            min=0.01, max=1.0, help="Default for requests without one: sample from the likeliest tokens up to this sum."
+        ),
+    ] = 0.9
 
 
 @grouped
@@ -99,7 +106,7 @@ def serve(
         typer.echo(f"API   {base}/v1")
         if not is_loopback(options.bind):
             typer.echo("this page is not encrypted: use it in a network you trust, or through ssh -L", err=True)
-        typer.echo("Ctrl-C ends it")
+        typer.echo("Ctrl-C stops it")
         if browser and sys.stdout.isatty():
             open_browser(url)
 

@@ -20,13 +20,13 @@ def server(
     sources: options.Sources = None,
     strategy: Annotated[
         str | None,
-        typer.Option(help="One of the elastic plane; see `smolcluster strategies`. Default: as CONFIG says."),
+        typer.Option(help="One of the elastic plane; see `smolcluster strategies`. Default: from CONFIG."),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Workers to wait for before the first step.")] = None,
     bind: Annotated[
         str | None,
         typer.Option(
-            help="Address to listen on. Default: cluster.bind, else what host_ip says, else 127.0.0.1. "
+            help="Address to listen on. Default: cluster.bind, else from host_ip, else 127.0.0.1. "
             "Beyond this machine a token is needed."
         ),
     ] = None,

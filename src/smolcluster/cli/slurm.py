@@ -31,7 +31,7 @@ class SlurmOptions:
     python: Annotated[
         str, _slurm(help="Python on the nodes that has smolcluster. Default: this one.", show_default=False)
     ] = sys.executable
-    requeue: Annotated[bool, _slurm(help="Queue the job again when its time is over.")] = True
+    requeue: Annotated[bool, _slurm(help="Queue the job again at its time limit.")] = True
 
 
 @options.grouped

@@ -20,9 +20,9 @@ def strategies(
     for name, record in records.items():
         options: dict[str, dict[str, Any]] = {}
         for option in options_of(record):
-            said = {"default": option.field.default, "description": option.field.description}
-            planes = options.setdefault(option.key, said | {"planes": {}})["planes"]
-            planes.update(dict.fromkeys([option.plane] if option.plane else record.planes, said))
+            about = {"default": option.field.default, "description": option.field.description}
+            planes = options.setdefault(option.key, about | {"planes": {}})["planes"]
+            planes.update(dict.fromkeys([option.plane] if option.plane else record.planes, about))
         rows.append(
             {
                 "name": name,

@@ -48,8 +48,8 @@ class RestartFlags:
     ] = None
     max_restarts: Annotated[int | None, _restarts(help="Restarts before the run fails. Default: 10.")] = None
 
-    def wish(self, workers: int | None, place: AssignedRank | None) -> ElasticRange | None:
-        """Return what is asked for; None: the run ends when a worker dies."""
+    def elastic_range(self, workers: int | None, place: AssignedRank | None) -> ElasticRange | None:
+        """Return the requested world sizes; None without --elastic: the run ends when a worker dies."""
         from smolcluster.launch.restart.plan import elastic_from_flags
 
         endpoint, most = self.rdzv_endpoint, self.max_restarts
@@ -106,8 +106,8 @@ def train(
     if size is not None and workers not in (None, size):
         raise UserError(f"--workers {workers} and --world-size {size} contradict each other; give one of them")
     workers = workers if size is None else size
-    again = restarts.wish(workers, place)
-    workers = again.max_workers if again is not None else workers
+    elastic = restarts.elastic_range(workers, place)
+    workers = elastic.max_workers if elastic is not None else workers
     sets = sets_of(strategy=run.strategy, workers=workers, plane=run.plane, steps=run.steps, seed=run.seed)
     sets |= flags.sets() | {"training.profile": profile, "strategy.draw_schedule": draw_schedule or None}
     started_again = place is not None and place.restarts > 0
@@ -121,27 +121,27 @@ def train(
         resume=resume,
         backend=run.backend or ("gloo" if no_nccl else None),
         again=started_again,
-        lead=is_local_endpoint(again.endpoint) if again is not None else place is None or place.rank == 0,
+        lead=is_local_endpoint(elastic.endpoint) if elastic is not None else place is None or place.rank == 0,
     )
-    if again is not None:
+    if elastic is not None:
         check_restartable(prepared.config, prepared.plane)
     if dry_run:
-        return _describe(prepared, again)
-    return _run(prepared, place, again, dashboard=dashboard)
+        return _describe(prepared, elastic)
+    return _run(prepared, place, elastic, dashboard=dashboard)
 
 
-def _describe(prepared: Prepared, again: ElasticRange | None) -> int:
+def _describe(prepared: Prepared, elastic: ElasticRange | None) -> int:
     from smolcluster.planner.dry_run import describe_run
     from smolcluster.planner.world_sizes import describe
 
     config, workers, plane = prepared.config, prepared.workers, prepared.plane
     typer.echo(describe_run(config, workers=workers, run_dir=prepared.run_dir, backend=prepared.backend, plane=plane))
-    if again is not None:
-        typer.echo(describe(config, range(again.min_workers, again.max_workers + 1)))
+    if elastic is not None:
+        typer.echo(describe(config, range(elastic.min_workers, elastic.max_workers + 1)))
     return 0
 
 
-def _run(prepared: Prepared, place: AssignedRank | None, again: ElasticRange | None, *, dashboard: bool) -> int:
+def _run(prepared: Prepared, place: AssignedRank | None, elastic: ElasticRange | None, *, dashboard: bool) -> int:
     from smolcluster.observe.console import ConsoleSink
     from smolcluster.observe.summary import SummarySink
 
@@ -154,7 +154,7 @@ def _run(prepared: Prepared, place: AssignedRank | None, again: ElasticRange | N
         _be_rank(prepared, place)
     from smolcluster.launch.api import run_here
 
-    run_here(prepared, sinks=[ConsoleSink(), SummarySink()], elastic=again)
+    run_here(prepared, sinks=[ConsoleSink(), SummarySink()], elastic=elastic)
     return 0
 
 

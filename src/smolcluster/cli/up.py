@@ -43,7 +43,7 @@ def up(
     ] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="With --local: how many. Default: 2.")] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="See `smolcluster strategies`. Default: as the file says.")
+        str | None, typer.Option(help="See `smolcluster strategies`. Default: from the cluster file.")
     ] = None,
     steps: options.Steps = None,
     override: options.Override = None,
@@ -62,56 +62,57 @@ def up(
     from smolcluster.launch.cluster.layout import describe, plan_layout
     from smolcluster.launch.cluster.request import UpArguments, new_run, plan_deployment
 
-    words = list(sources or [])
-    said = UpArguments(
-        file=words.pop(0) if not local and words and words[0].endswith((".yaml", ".yml")) else None,
+    train = list(sources or [])
+    arguments = UpArguments(
+        file=train.pop(0) if not local and train and train[0].endswith((".yaml", ".yml")) else None,
         folder=str(Path.cwd()),
-        train=words,
+        train=train,
         overrides=override or [],
         strategy=strategy,
         steps=steps,
         workers=workers,
     )
-    wish = (said := _checked(said, local=local, resume=resume)).read()
-    before = _before(wish.name)
+    arguments = _checked(arguments, local=local, resume=resume)
+    request = arguments.read()
+    before = _before(request.name)
     run = before.run if before is not None and resume else None
     if resume and run is None:
-        raise UserError(f"--resume: no run of {wish.name} was started from this machine")
+        raise UserError(f"--resume: no run of {request.name} was started from this machine")
     if dry_run:
-        for line in describe(plan_layout(wish.config, name=wish.name, run=run or new_run(wish.config))):
+        for line in describe(plan_layout(request.config, name=request.name, run=run or new_run(request.config))):
             print_text(line)
         return 0
-    deployment = plan_deployment(wish, run=run, resume=resume, panes=said.file is None)
+    deployment = plan_deployment(request, run=run, resume=resume, panes=arguments.file is None)
     try:
-        return asyncio.run(_up(deployment, said, before, accept_new=accept_new, detach=detach))
+        return asyncio.run(_up(deployment, arguments, before, accept_new=accept_new, detach=detach))
     except KeyboardInterrupt:
-        on = f"{wish.name} keeps running; watch it with `smolcluster logs -f`, end it with `smolcluster down`"
+        on = f"{request.name} keeps running; watch it with `smolcluster logs -f`, end it with `smolcluster down`"
         typer.echo(f"\n{on}" if _RUNNING else "\ninterrupted; processes started by this command were stopped", err=True)
         return 130
 
 
-def _checked(said: UpArguments, *, local: bool, resume: bool) -> UpArguments:
+def _checked(arguments: UpArguments, *, local: bool, resume: bool) -> UpArguments:
     """Check the combination of arguments. To resume, override those that started the run with these."""
-    if not local and not resume and said.file is None:
+    if not local and not resume and arguments.file is None:
         raise UserError("give a cluster file (`smolcluster cluster init` writes one), or use --local")
-    if said.workers is not None and said.file is not None:
-        raise UserError(f"--workers is for --local; in {said.file} set hosts.NAME.workers")
-    return _resumed(said, local=local) if resume else said
+    if arguments.workers is not None and arguments.file is not None:
+        raise UserError(f"--workers is for --local; in {arguments.file} set hosts.NAME.workers")
+    return _resumed(arguments, local=local) if resume else arguments
 
 
-def _resumed(said: UpArguments, *, local: bool) -> UpArguments:
+def _resumed(arguments: UpArguments, *, local: bool) -> UpArguments:
     from smolcluster.launch.cluster.request import UpArguments
 
-    if said.file is None and not local:
+    if arguments.file is None and not local:
         before = UpArguments.recorded(None)
     else:
         with contextlib.suppress(UserError):  # that there is no run is reported later, with the cluster's name
-            before = UpArguments.recorded(said.read().name)
-            return said if before is None else said.after(before)
-        return said
+            before = UpArguments.recorded(arguments.read().name)
+            return arguments if before is None else arguments.merged_over(before)
+        return arguments
     if before is None:
         raise UserError("--resume: give the cluster file, or --local; this one was brought up by an older version")
-    return said.after(before)
+    return arguments.merged_over(before)
 
 
 def _before(name: str) -> ClusterRecord | None:
@@ -125,7 +126,7 @@ def _before(name: str) -> ClusterRecord | None:
 
 
 async def _up(
-    deployment: Deployment, said: UpArguments, before: ClusterRecord | None, *, accept_new: bool, detach: bool
+    deployment: Deployment, arguments: UpArguments, before: ClusterRecord | None, *, accept_new: bool, detach: bool
 ) -> int:
     from smolcluster.launch.cluster import control
     from smolcluster.launch.cluster.layout import SERVING, as_record, from_record, with_run
@@ -146,7 +147,7 @@ async def _up(
             deployment = dataclasses.replace(deployment, layout=layout)
         former = read_raw(layout.name)
         try:
-            record = {**as_record(layout), "said": said.record()}
+            record = {**as_record(layout), "said": arguments.record()}
             begun = await control.up(deployment, hosts, report=print_note, on_begin=lambda: save_record(record))
         except BaseException:  # `control.up` has rolled back
             with contextlib.suppress(OSError):

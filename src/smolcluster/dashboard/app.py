@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from smolcluster.dashboard.hub import Hub, TooManyViewers
 from smolcluster.dashboard.logs import read_cursor, read_page
-from smolcluster.dashboard.runs import MOST_COMPARED, MOST_RUNS, NoSuchRun, compare
+from smolcluster.dashboard.runs import MAX_COMPARED, MAX_RUNS, NoSuchRun, compare
 from smolcluster.errors import needed as needed_for
 from smolcluster.web.guard import App, Guard, GuardRules
 from smolcluster.web.pages import static_answer, static_files
@@ -100,7 +100,7 @@ class _Api:
     async def runs(self, _: Request) -> Response:
         folder = self._hub.runs
         found = await asyncio.to_thread(folder.list)
-        more = len(found) == MOST_RUNS
+        more = len(found) == MAX_RUNS
         return _json({"runs": found, "more": more, "chosen": self._run, "folder": folder.folder.name})
 
     async def snapshot(self, request: Request) -> Response:
@@ -130,7 +130,7 @@ class _Api:
         return _json(page)
 
     async def compare(self, request: Request) -> Response:
-        names = list(dict.fromkeys(request.query_params.getlist("run")))[:MOST_COMPARED]
+        names = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_COMPARED]
         found = {}
         for name in names:
             with contextlib.suppress(NoSuchRun):  # a deleted run does not hide the others

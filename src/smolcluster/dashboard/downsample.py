@@ -13,8 +13,8 @@ import bisect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-LEAST_POINTS = 60
-MOST_POINTS = 480
+MIN_POINTS = 60
+MAX_POINTS = 480
 ALL_POINTS = 12_000
 _LARGEST = 1e100  # so that no sum or product of such numbers overflows
 _LATEST = 2.0**35  # seconds: the year 3058, valid in every calendar library
@@ -22,7 +22,7 @@ _LATEST = 2.0**35  # seconds: the year 3058, valid in every calendar library
 
 def limit_for(num_curves: int) -> int:
     """Return the points for each of so many curves, about ALL_POINTS together. Even: points are merged in pairs."""
-    return max(LEAST_POINTS, min(MOST_POINTS, ALL_POINTS // max(1, num_curves))) // 2 * 2
+    return max(MIN_POINTS, min(MAX_POINTS, ALL_POINTS // max(1, num_curves))) // 2 * 2
 
 
 class CurvePoint:
@@ -69,7 +69,7 @@ class Curve:
     `changed` is the index of the first point that changed since the last `forget_changes`.
     """
 
-    def __init__(self, fields: Sequence[str], *, limit: int = MOST_POINTS) -> None:
+    def __init__(self, fields: Sequence[str], *, limit: int = MAX_POINTS) -> None:
         self.fields, self.limit, self.stride = tuple(fields), limit, 1
         self.points: list[CurvePoint] = []
         self.num_rows = 0

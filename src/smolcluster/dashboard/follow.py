@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MOST_BYTES = 4 << 20  # of one poll: a long file is read in pieces
+MAX_BYTES = 4 << 20  # of one poll: a long file is read in pieces
 _PROOF_BYTES = 64  # before the current position: unchanged if the file only grew
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
@@ -52,11 +52,11 @@ def read_at(descriptor: int, position: int, count: int) -> bytes:
     return b"".join(parts)
 
 
-def read_whole(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes | None:
+def read_whole(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes | None:
     """Read a small file; None where there is none or it is larger."""
     with contextlib.suppress(OSError), opened(path) as descriptor:
-        found = read_at(descriptor, 0, most_bytes + 1)
-        return found if len(found) <= most_bytes else None
+        found = read_at(descriptor, 0, max_bytes + 1)
+        return found if len(found) <= max_bytes else None
     return None
 
 
@@ -77,10 +77,10 @@ class PollResult:
 class LineFollower:
     """Reads the new lines of a file. `skip_to_last`: of a longer file, begin so many bytes before its end."""
 
-    def __init__(self, path: Path, *, most_bytes: int = MOST_BYTES, skip_to_last: int | None = None) -> None:
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, skip_to_last: int | None = None) -> None:
         self.path = path
         self.modified: float | None = None  # when the file last changed
-        self._most_bytes, self._skip_to_last = most_bytes, skip_to_last
+        self._max_bytes, self._skip_to_last = max_bytes, skip_to_last
         self._seen: tuple[int, int, int, int] | None = None  # device, inode, size, modified
         self._behind = False  # the last poll stopped before the end
         self._position = 0
@@ -120,9 +120,9 @@ class LineFollower:
         if self._position == 0 and self._skip_to_last is not None and size > self._skip_to_last:
             self._begin_again(size - self._skip_to_last)
 
-        block = read_at(descriptor, self._position, self._most_bytes)
+        block = read_at(descriptor, self._position, self._max_bytes)
         whole = block[: block.rfind(b"\n") + 1]
-        if not whole and len(block) == self._most_bytes:  # a line longer than a poll is left out
+        if not whole and len(block) == self._max_bytes:  # a line longer than a poll is left out
             whole, self._skipping = block, True
         elif whole:
             lines = whole.split(b"\n")[:-1]

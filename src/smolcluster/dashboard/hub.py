@@ -31,8 +31,8 @@ POLL_S = 0.5
 POLL_ENDED_S = 2.0
 BEAT_S = 3.0  # silence after which a viewer gets a heartbeat
 RING = 64
-MOST_VIEWERS = 200
-MOST_READERS = 16
+MAX_VIEWERS = 200
+MAX_READERS = 16
 LOCAL_FACTS_S = 5.0  # between two readings of this machine
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class TooManyViewers(Exception):
 
 
 def shielded(work: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Finish an async method when its caller is cancelled: its thread goes on, and must be done before the reader is used
+    """Finish an async method when its caller is cancelled: its thread continues, and must be done before the reader is used
     again."""
 
     @functools.wraps(work)
@@ -212,7 +212,7 @@ class Hub:
         return sum(channel.viewers for channel in self._channels.values())
 
     def check_room(self) -> None:
-        if self.viewers >= MOST_VIEWERS:
+        if self.viewers >= MAX_VIEWERS:
             raise TooManyViewers
 
     async def channel(self, name: str) -> RunChannel:
@@ -224,7 +224,7 @@ class Hub:
             channel.closing = self._closing
         self._channels.move_to_end(name)
         unused = [key for key, kept in self._channels.items() if not kept.viewers and key != name]
-        for key in unused[: max(0, len(self._channels) - MOST_READERS)]:
+        for key in unused[: max(0, len(self._channels) - MAX_READERS)]:
             del self._channels[key]
         return channel
 

@@ -1,6 +1,6 @@
 """Read the logs of a run in pages from the newest line back, filtered and merged by time.
 
-A page has at most `limit` lines and reads at most `most_bytes`, so that a search in gigabytes ends soon, with a cursor to
+A page has at most `limit` lines and reads at most `max_bytes`, so that a search in gigabytes ends soon, with a cursor to
 continue from. The cursor is a position in every log: new lines do not shift it.
 """
 
@@ -18,8 +18,8 @@ from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.text import printable
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-MOST_LINES = 500
-MOST_BYTES = 16 << 20
+MAX_LINES = 500
+MAX_BYTES = 16 << 20
 _BLOCK_BYTES = 64 << 10
 _LONGEST_LINE_BYTES = 64 << 10
 _PRINTED = "PRINTED"  # the level of what was printed and not logged, such as a crash
@@ -47,7 +47,7 @@ def read_page(
     process: str = "",
     before: Mapping[str, int] | None = None,
     limit: int = 200,
-    most_bytes: int = MOST_BYTES,
+    max_bytes: int = MAX_BYTES,
 ) -> dict[str, Any]:
     """Return `lines`, oldest first; `before`, the cursor of the previous page or None at the beginning; `processes`, the logs.
 
@@ -55,8 +55,8 @@ def read_page(
     """
     names = log_names(run_dir)
     least = LEVELS.index(level) if level in LEVELS else 0
-    limit = max(1, min(limit, MOST_LINES))
-    budget = ReadBudget(most_bytes)
+    limit = max(1, min(limit, MAX_LINES))
+    budget = ReadBudget(max_bytes)
     wanted = search.casefold()
     ends = {name: file_size(run_dir / "logs" / name) for name in names if process in ("", name)}
     if before is not None:  # a log that is newer than the cursor has nothing before it

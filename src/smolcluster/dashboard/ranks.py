@@ -1,9 +1,9 @@
 """One rank of a run, from its rows and the history, and its state:
 
 starting   expected, no row yet                           training   rows arrive
-waiting    a server without workers, or a worker whose    silent     no row for long, for no known reason
+waiting    a server without workers, or a worker whose    silent     no row for longer than expected
            server has just restarted                      lost       its connection broke, or it was killed
-left       it left in good order while the run goes on    evicted    the server evicted it
+left       it exited cleanly while the run continues      evicted    the server evicted it
 finished   the run finished                               stopped    the run ended early, for another reason
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from smolcluster.dashboard.downsample import Curve, finite
 from smolcluster.dashboard.links import ByteCounts
-from smolcluster.dashboard.run_files import MOST_TEXT
+from smolcluster.dashboard.run_files import MAX_TEXT
 
 RankState = Literal[
     "starting", "waiting", "training", "silent", "lost", "left", "evicted", "finished", "stopped"
@@ -29,9 +29,9 @@ FIELDS = (
 SILENT_S = 8.0  # without a row, and at least so many of its usual pauses between rows
 SILENT_PAUSES = 4.0
 RATE_S = 5.0  # over which bytes per second are taken
-MOST_SPANS = 50
+MAX_SPANS = 50
 
-# The reason of a worker that leaves in good order: comm.elastic.transport.LEFT, whose module imports torch.
+# The reason of a worker that exits cleanly: comm.elastic.transport.api.LEFT, whose module imports torch.
 LEFT_REASON = "it has left"
 
 
@@ -47,7 +47,7 @@ class RankRecord:
     sent: float = 0.0
     received: float = 0.0
     longest_pause_s: float = 0.0  # between two of its latest rows
-    heard_at: float = 0.0  # when its latest row arrived, in seconds since the first row of the run
+    last_row_at: float = 0.0  # when its latest row arrived, in seconds since the first row of the run
     set_back_s: float = 0.0  # by how much its clock was set back
     member: Literal["", "joined", "left", "lost", "evicted", "waiting"] = ""  # from the history
     reason: str = ""
@@ -75,11 +75,11 @@ class RankRecord:
                 self.set_back_s = self.last["time"] - written
         return written + self.set_back_s
 
-    def heard(self, time: float, *, elapsed: float) -> float:
+    def record_arrival(self, time: float, *, elapsed: float) -> float:
         """Record a row. Return the seconds since the first row of the run, by this rank's clock or by `elapsed`."""
         if self.last is not None:
-            elapsed = max(elapsed, self.heard_at + time - self.last["time"])
-        self.heard_at = elapsed
+            elapsed = max(elapsed, self.last_row_at + time - self.last["time"])
+        self.last_row_at = elapsed
         return elapsed
 
     def take(self, row: dict[str, Any], *, step: float | None, time: float, resumed: bool = False) -> dict[str, Any]:
@@ -116,10 +116,10 @@ class RankRecord:
     def joined(self, time: float) -> None:
         self.member, self.reason = "joined", ""
         self.end_span(time)
-        self.spans = [*self.spans[-MOST_SPANS + 1 :], [time, None]]
+        self.spans = [*self.spans[-MAX_SPANS + 1 :], [time, None]]
 
     def gone(self, how: Literal["left", "lost", "evicted", "waiting"], time: float, reason: str) -> None:
-        self.member, self.reason = how, reason[:MOST_TEXT]
+        self.member, self.reason = how, reason[:MAX_TEXT]
         self.losses += how in ("lost", "evicted")
         self._recent.clear()
         self.end_span(time)
@@ -182,7 +182,7 @@ def state_of(
 def known_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the valid facts of a machine in a row: short texts and finite numbers, by the names of `observe.machine`."""
     texts = {
-        name: str(facts[name])[:MOST_TEXT] for name in ("device", "device_name") if isinstance(facts.get(name), str)
+        name: str(facts[name])[:MAX_TEXT] for name in ("device", "device_name") if isinstance(facts.get(name), str)
     }
     numbers = {
         name: number

@@ -20,7 +20,7 @@ RECENT = 20
 RUN_FIELDS = ("loss", "tokens_per_s", "samples_per_s", "grad_norm", "lr", "staleness")
 WORKER_MEANS = ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness")
 WORKER_SUMS = ("sent_per_s", "received_per_s")
-MOST_METRICS = 16  # of a task's own
+MAX_METRICS = 16  # of a task's own
 METRIC_POINTS = 240
 
 
@@ -73,7 +73,7 @@ class RunCurve:
     def _add_metrics(self, row: dict[str, Any]) -> None:
         for field in task_metrics(row):
             name = field.removeprefix("val_")
-            if name not in self.metrics and len(self.metrics) < MOST_METRICS:
+            if name not in self.metrics and len(self.metrics) < MAX_METRICS:
                 self.metrics[name] = Curve((field,), limit=METRIC_POINTS)
             if name in self.metrics:
                 self.metrics[name].add(row, step=row["step"], time=row["time"])

@@ -18,9 +18,9 @@ from smolcluster.dashboard.downsample import finite, moment
 from smolcluster.dashboard.follow import lstat, read_whole
 from smolcluster.observe.jsonl import json_object
 
-MOST_LOGS = 256
-MOST_TEXT = 120
-_MOST_BRACKETS = 5000  # of a configuration
+MAX_LOGS = 256
+MAX_TEXT = 120
+_MAX_BRACKETS = 5000  # of a configuration
 _SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passphrase|(?:api|access|private|secret)_?key)$", re.IGNORECASE)
 _ADDRESS = re.compile(r"[a-z0-9+.-]{1,20}://[^\s\"',]+", re.IGNORECASE)
 
@@ -28,7 +28,7 @@ _ADDRESS = re.compile(r"[a-z0-9+.-]{1,20}://[^\s\"',]+", re.IGNORECASE)
 def flat_config(raw: bytes) -> dict[str, str]:
     """Return `{"training.batch_size": "32", ...}` without secrets and passwords in addresses; empty for an invalid file."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    if raw.count(b"[") + raw.count(b"{") > _MOST_BRACKETS:  # deep nesting takes the parser very long
+    if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:  # deep nesting takes the parser very long
         return {}
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(raw, Loader=loader)):
@@ -62,15 +62,15 @@ def log_names(run_dir: Path) -> list[str]:
         found = [e.name for e in os.scandir(folder) if e.name.endswith(".log") and e.is_file(follow_symlinks=False)]
     except OSError:
         return []
-    return sorted(found)[:MOST_LOGS]
+    return sorted(found)[:MAX_LOGS]
 
 
 def process_of_log(name: str) -> tuple[str, int, str] | None:
     """Return (worker, 1, pi5) for `worker-rank1-pi5.log`. The rank of a server is not in the name: -1."""
     if found := re.fullmatch(r"worker-rank(\d{1,4})-(.+)\.log", name):
-        return "worker", int(found[1]), found[2][:MOST_TEXT]
+        return "worker", int(found[1]), found[2][:MAX_TEXT]
     if found := re.fullmatch(r"server-(.+)\.log", name):
-        return "server", -1, found[1][:MOST_TEXT]
+        return "server", -1, found[1][:MAX_TEXT]
     return None
 
 
@@ -80,10 +80,10 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
     if not folder.is_symlink():
         with contextlib.suppress(OSError):
             names = sorted(entry.name for entry in os.scandir(folder) if _is_checkpoint(entry))[-100:]
-    best = (read_whole(folder / "best", most_bytes=256) or b"").decode(errors="replace").strip()
+    best = (read_whole(folder / "best", max_bytes=256) or b"").decode(errors="replace").strip()
     found = []
     for name in names:
-        manifest = json_object(read_whole(folder / name / "manifest.json", most_bytes=4 << 20) or b"")
+        manifest = json_object(read_whole(folder / name / "manifest.json", max_bytes=4 << 20) or b"")
         if manifest is not None:
             stat = lstat(folder / name)
             saved = 0.0 if stat is None else stat.st_mtime

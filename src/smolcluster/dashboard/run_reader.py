@@ -25,7 +25,7 @@ from smolcluster.dashboard.follow import LineFollower, lstat, read_start, read_w
 from smolcluster.dashboard.ranks import LEFT_REASON, RankRecord
 from smolcluster.dashboard.run_curve import RunCurve, WorkerMeans, is_alive
 from smolcluster.dashboard.run_files import (
-    MOST_TEXT,
+    MAX_TEXT,
     flat_config,
     list_checkpoints,
     log_names,
@@ -38,9 +38,9 @@ from smolcluster.dashboard.step_times import StepTimes
 from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.run_state import counts_own_steps
 
-MOST_RANKS = 1024
-MOST_EVENTS = 400
-MOST_WAITING = 1000  # rows of workers that wait for a row of the server
+MAX_RANKS = 1024
+MAX_EVENTS = 400
+MAX_WAITING = 1000  # rows of workers that wait for a row of the server
 LOG_TAIL_BYTES = 256 << 10  # of a log, searched for warnings when a run is opened
 QUIET_S = 30.0  # without a write and without a summary, the run is not training
 COPIED_S = 60.0  # between the end of a run and the time of its summary: files of a copy have the time of the copy
@@ -75,7 +75,7 @@ class RunReader:
         self.ranks: dict[int, RankRecord] = {}
         self.run_curve = RunCurve()
         self.workers = WorkerMeans()
-        self.events: deque[RunEvent] = deque(maxlen=MOST_EVENTS)
+        self.events: deque[RunEvent] = deque(maxlen=MAX_EVENTS)
         self.num_events = 0
         self.config: dict[str, str] = {}
         self.summary: dict[str, Any] = {}
@@ -145,14 +145,14 @@ class RunReader:
     def _read_config(self) -> bool:
         if not self._changed("config.yaml"):
             return False
-        raw = read_whole(self.path / "config.yaml", most_bytes=1 << 20)
+        raw = read_whole(self.path / "config.yaml", max_bytes=1 << 20)
         self.config = flat_config(raw or b"")
         return True
 
     def _read_summary(self) -> bool:
         if not self._changed("summary.json"):
             return False
-        raw = read_whole(self.path / "summary.json", most_bytes=1 << 20)
+        raw = read_whole(self.path / "summary.json", max_bytes=1 << 20)
         before, self.summary = self.summary, json_object(raw or b"") or {}
         if self.summary and self.summary != before and self.ended:  # the same summary may be written again
             status, error = str(self.summary.get("status", "")), str(self.summary.get("error", ""))
@@ -183,7 +183,7 @@ class RunReader:
         written = moment(row.get("time")) or self.now()
         row["time"] = when = record.time_of(row["step"], written)
         record.role = "server" if row.get("role") == "server" else "worker"
-        record.host = str(row.get("host", ""))[:MOST_TEXT]
+        record.host = str(row.get("host", ""))[:MAX_TEXT]
         if not record.spans:
             record.spans = [[when, None]]
         self.last_row_time = max(when, self.last_row_time or when)
@@ -191,7 +191,7 @@ class RunReader:
             self.first_time = min(when, self.first_time or when)
         if record.role == "server" or (rank == 0 and not self.run_curve.served):
             self._recorded = written
-        self._elapsed = record.heard(when, elapsed=self._elapsed)
+        self._elapsed = record.record_arrival(when, elapsed=self._elapsed)
         config = self._stamps.get("config.yaml")
         resumed = record.last is not None and config is not None and record.last["time"] < config[2] / 1e9 < when
         self._notice_divergence(row)
@@ -208,9 +208,9 @@ class RunReader:
 
     def _draw_waiting(self, *, until: float) -> None:
         """Draw the rows of workers that count steps of their own up to the time `until`, once the server's rows give the step
-        of the run. At most MOST_WAITING rows wait: clocks may differ."""
+        of the run. At most MAX_WAITING rows wait: clocks may differ."""
         waiting, self._waiting = self._waiting, deque()
-        too_many = len(waiting) - MOST_WAITING
+        too_many = len(waiting) - MAX_WAITING
         for index, (record, row) in enumerate(waiting):
             if row["time"] <= until or index < too_many:
                 step = float(row["step"])
@@ -227,7 +227,7 @@ class RunReader:
         def alive(rank: int) -> bool:
             other = self.ranks[rank]
             pause_s = max(record.longest_pause_s, other.longest_pause_s)
-            return is_alive(self._elapsed - other.heard_at, pause_s=pause_s)
+            return is_alive(self._elapsed - other.last_row_at, pause_s=pause_s)
 
         self.workers.add(row, step=step, alive=alive)
 
@@ -243,7 +243,7 @@ class RunReader:
 
     def _rank(self, rank: int) -> RankRecord | None:
         record = self.ranks.get(rank)
-        if record is None and len(self.ranks) < MOST_RANKS:
+        if record is None and len(self.ranks) < MAX_RANKS:
             record = self.ranks[rank] = RankRecord(rank)
             limit = limit_for(len(self.ranks))
             for each in self.ranks.values():
@@ -308,7 +308,7 @@ class RunReader:
             for name in log_names(self.path):
                 if name not in self._logs:
                     path = self.path / "logs" / name
-                    self._logs[name] = LineFollower(path, most_bytes=LOG_TAIL_BYTES, skip_to_last=LOG_TAIL_BYTES)
+                    self._logs[name] = LineFollower(path, max_bytes=LOG_TAIL_BYTES, skip_to_last=LOG_TAIL_BYTES)
                     if (process := process_of_log(name)) is not None:
                         role, rank, host = process
                         self._named_in_logs[rank] = (role, host)
@@ -356,7 +356,7 @@ class RunReader:
             self._deaths[rank] = (when, how)
             record = self.ranks.get(rank)
             if record is not None and record.member == "lost":
-                record.reason = how[:MOST_TEXT]
+                record.reason = how[:MAX_TEXT]
         self._add_event(RunEvent(time=when, kind="lost", text=shortened(f"{died['who']}: {how}"), rank=rank))
 
     def events_by_time(self) -> list[RunEvent]:
@@ -434,16 +434,16 @@ class RunReader:
         """Return the seconds since the last row of this rank. Clocks of machines are not compared: they may differ."""
         if record.last is None or self._metrics.modified is None:
             return 0.0
-        return self.now() - self._metrics.modified + self._elapsed - record.heard_at
+        return self.now() - self._metrics.modified + self._elapsed - record.last_row_at
 
     def all_ranks(self) -> list[RankRecord]:
         """Return all ranks, also those that are only expected: workers in order, then the server."""
         named = dict(self._named_in_logs)
-        for rank in range(min(self.num_workers or 0, MOST_RANKS)):
+        for rank in range(min(self.num_workers or 0, MAX_RANKS)):
             named.setdefault(rank, ("worker", ""))
         for rank, (role, host) in named.items():
             if rank == -1:  # a server's log does not name its rank
-                rank = self.num_workers if self.num_workers is not None else MOST_RANKS
+                rank = self.num_workers if self.num_workers is not None else MAX_RANKS
                 if any(m.role == "server" for m in self.ranks.values()):
                     continue
             record = self._rank(rank)

@@ -19,9 +19,9 @@ from smolcluster.dashboard.run_reader import QUIET_S, RunReader
 from smolcluster.dashboard.snapshot_stream import SnapshotStream
 from smolcluster.observe.jsonl import json_object
 
-MOST_RUNS = 200
-MOST_COMPARED = 8
-MOST_LIVE = 16  # newest runs without a summary that are read for the list
+MAX_RUNS = 200
+MAX_COMPARED = 8
+MAX_LIVE = 16  # newest runs without a summary that are read for the list
 LAST_BYTES = 512 << 10
 WITHIN_S = 0.25  # no further one is opened after so long: a viewer waits for the list
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")
@@ -64,7 +64,7 @@ class RunFolder:
             stamps = tuple(_stamp(Path(entry.path) / name) for name in _MARKS)
             if any(stamps):
                 found.append((max(filter(None, stamps)), entry.name, stamps))
-        newest = sorted(found, reverse=True)[:MOST_RUNS]
+        newest = sorted(found, reverse=True)[:MAX_RUNS]
         with self._lock:
             self._lines = {name: line for name, line in self._lines.items() if name in {n for _, n, _ in newest}}
             described = [self._line(name, stamps) for _, name, stamps in newest]
@@ -78,7 +78,7 @@ class RunFolder:
         for line in live:
             name, quiet_s = line["name"], self._now() - line["changed"]
             stream = known.get(name)
-            if stream is None and len(self._streams) < MOST_LIVE and time.monotonic() - began < WITHIN_S:
+            if stream is None and len(self._streams) < MAX_LIVE and time.monotonic() - began < WITHIN_S:
                 stream = SnapshotStream(RunReader(self.folder / name, now=self._now, last_bytes=LAST_BYTES))
             if stream is not None:
                 self._streams[name] = stream
@@ -110,7 +110,7 @@ def holds_a_run(path: Path) -> bool:
 
 def describe(path: Path, stamps: Sequence[float | None]) -> dict[str, Any]:
     """Describe a run from its summary; without one, from its configuration and its last row."""
-    raw = read_whole(path / "summary.json", most_bytes=1 << 20)
+    raw = read_whole(path / "summary.json", max_bytes=1 << 20)
     summary = json_object(raw or b"")
     resumed = bool(stamps[0] and stamps[2] and max(stamps[0], stamps[1] or 0.0) > stamps[2] + 2.0)
     ended = bool(summary and not resumed)
@@ -119,7 +119,7 @@ def describe(path: Path, stamps: Sequence[float | None]) -> dict[str, Any]:
         known: dict[str, Any] = {name: finite(summary.get(name)) for name in names}
         known |= {"status": str(summary.get("status", ""))[:40], "strategy": str(summary.get("strategy", ""))[:40]}
     else:
-        config = flat_config(read_whole(path / "config.yaml", most_bytes=1 << 20) or b"")
+        config = flat_config(read_whole(path / "config.yaml", max_bytes=1 << 20) or b"")
         row = last_row(path / "metrics.jsonl")
         known = {
             "strategy": config.get("strategy.name", ""),

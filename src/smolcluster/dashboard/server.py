@@ -31,7 +31,7 @@ from smolcluster.web.server import url_of
 PORT = 8265
 PORTS_TRIED = 10  # from PORT on, where no port was given
 REQUEST_S = 10.0  # idle connections are closed after so long
-MOST_CONNECTIONS = 512
+MAX_CONNECTIONS = 512
 READY_S = 30.0
 LEAVE_S = 5.0  # to send viewers the last changes
 _NICE = 10  # training comes first
@@ -88,7 +88,7 @@ def serve(config: DashboardConfig, *, ready: Callable[[str], None], until: threa
             ready=lambda: ready(url_of(listener, config.token)),
             closing=hub.close,  # viewers get the last changes, and leave
             until=until,
-            limits=HttpLimits(request_s=REQUEST_S, most_connections=MOST_CONNECTIONS),
+            limits=HttpLimits(request_s=REQUEST_S, max_connections=MAX_CONNECTIONS),
         )
         asyncio.run(serving)
 

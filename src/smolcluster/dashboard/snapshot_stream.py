@@ -18,8 +18,8 @@ from typing import Any
 from smolcluster.dashboard.downsample import Curve, finite, moment, tidy
 from smolcluster.dashboard.links import links_of, shape_of
 from smolcluster.dashboard.ranks import RankRecord, state_of, waiting_s
-from smolcluster.dashboard.run_curve import MOST_METRICS, task_metrics
-from smolcluster.dashboard.run_files import MOST_TEXT, shortened
+from smolcluster.dashboard.run_curve import MAX_METRICS, task_metrics
+from smolcluster.dashboard.run_files import MAX_TEXT, shortened
 from smolcluster.dashboard.run_reader import RunEvent, RunReader
 from smolcluster.observe.events import VAL_FIELDS
 from smolcluster.observe.run_state import counts_own_steps, remaining_s
@@ -253,7 +253,7 @@ def is_named(record: RankRecord, error: str) -> bool:
 
 def plain_summary(summary: Mapping[str, Any]) -> Row:
     """Return the summary with numbers as they are and all else as short text."""
-    return {str(name)[:MOST_TEXT]: _plain(value) for name, value in list(summary.items())[:100]}
+    return {str(name)[:MAX_TEXT]: _plain(value) for name, value in list(summary.items())[:100]}
 
 
 def _plain(value: Any) -> Any:
@@ -277,4 +277,4 @@ def _rounded(value: float | None) -> float | None:
 
 def _extra(row: Row) -> dict[str, float | None]:
     """Return the metrics of an evaluation that are the task's own, by name."""
-    return {name.removeprefix("val_"): finite(row[name]) for name in task_metrics(row)[:MOST_METRICS]}
+    return {name.removeprefix("val_"): finite(row[name]) for name in task_metrics(row)[:MAX_METRICS]}

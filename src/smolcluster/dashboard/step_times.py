@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 
-MOST_STEPS = 64
+MAX_STEPS = 64
 
 
 class StepTimes:
@@ -33,7 +33,7 @@ class StepTimes:
         index = bisect.bisect(self._times, time)
         self._times.insert(index, time)
         self._steps.insert(index, step)
-        if len(self._times) > MOST_STEPS:
+        if len(self._times) > MAX_STEPS:
             del self._times[0], self._steps[0]
 
     def step_at(self, time: float, *, rank: int, last: int | None = None) -> float:

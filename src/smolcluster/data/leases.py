@@ -32,7 +32,7 @@ class Range(NamedTuple):
     """Stream positions `start .. start + count - 1`."""
 
     start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
 
     @property
     def end(self) -> int:

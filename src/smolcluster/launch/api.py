@@ -41,8 +41,8 @@ def train(
 
         summary = smolcluster.train("gpt", strategy="allreduce", workers=2, overrides={"training.steps": 50})
     """
-    again = elastic_from_flags(elastic, workers=workers, endpoint=None, max_restarts=max_restarts)
-    workers = workers if again is None else again.max_workers
+    elastic_range = elastic_from_flags(elastic, workers=workers, endpoint=None, max_restarts=max_restarts)
+    workers = workers if elastic_range is None else elastic_range.max_workers
     sets = sets_of(strategy=strategy, workers=workers, plane=plane, steps=steps, seed=seed)
     if isinstance(overrides, Mapping):
         sets |= dict(overrides)
@@ -55,14 +55,14 @@ def train(
         resume=None if resume is None else str(resume),
         backend=backend,
     )
-    if again is not None:
+    if elastic_range is not None:
         check_restartable(prepared.config, prepared.plane)
     if sinks is None:
         from smolcluster.observe.console import ConsoleSink
         from smolcluster.observe.summary import SummarySink
 
         sinks = [ConsoleSink(), SummarySink()]
-    return run_here(prepared, sinks=list(sinks), elastic=again)
+    return run_here(prepared, sinks=list(sinks), elastic=elastic_range)
 
 
 def run_here(run: Prepared, *, sinks: list[Sink], elastic: ElasticRange | None = None) -> dict[str, Any]:

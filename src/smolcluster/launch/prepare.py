@@ -157,12 +157,12 @@ def _use_recorded_tokenizer(config: Config, run: RunDir) -> None:
 
 def with_tokenizer(config: Config, place: str) -> tuple[Config, dict[str, bytes]]:
     """If `data.tokenizer` is a path here, return its files and a configuration that names the folder `place` instead."""
-    said = config.data.tokenizer
-    if config.task is not None or said in (None, "bytes", "chars", "gpt2") or not Path(said).expanduser().exists():
+    given = config.data.tokenizer
+    if config.task is not None or given in (None, "bytes", "chars", "gpt2") or not Path(given).expanduser().exists():
         return config, {}
     from smolcluster.engine.checkpoint.tokenizer_files import tokenizer_at  # numpy; few runs need it
 
-    files = tokenizer_at(said)
+    files = tokenizer_at(given)
     if files:
         config = config.model_copy(deep=True)
         config.data.tokenizer = place
@@ -171,14 +171,14 @@ def with_tokenizer(config: Config, place: str) -> tuple[Config, dict[str, bytes]
 
 def choose_plane(config: Config) -> str:
     """Return cluster.plane if the strategy supports it, else the strategy's default."""
-    record, said = record_of(config.strategy.name), config.cluster.plane
-    if said is not None and said not in record.planes:
-        there = sorted(name for name, other in all_records().items() if said in other.planes)
+    record, plane = record_of(config.strategy.name), config.cluster.plane
+    if plane is not None and plane not in record.planes:
+        able = sorted(name for name, other in all_records().items() if plane in other.planes)
         raise UserError(
-            f"strategy {record.name} does not run on the {said} plane; strategies that do: {', '.join(there)}"
+            f"strategy {record.name} does not run on the {plane} plane; strategies that do: {', '.join(able)}"
         )
-    if said is not None:
-        return said
+    if plane is not None:
+        return plane
     return "elastic" if config.strategy.given().get(record.elastic_option) else record.planes[0]
 
 

@@ -217,8 +217,8 @@ def sample_of(rows: Sequence[StepLogged], *, repeat: int, warmup: int, global_ba
     samples_per_s = tokens_per_s = 0.0
     stretches: list[dict[str, float]] = []
     for rank in ranks:
-        mine = sorted((row for row in rows if row.rank == rank), key=lambda row: row.step)
-        pairs = [(a, b) for a, b in itertools.pairwise(mine) if a.step >= warmup and b.samples > a.samples]
+        own_rows = sorted((row for row in rows if row.rank == rank), key=lambda row: row.step)
+        pairs = [(a, b) for a, b in itertools.pairwise(own_rows) if a.step >= warmup and b.samples > a.samples]
         taken = [
             {
                 "rank": rank,

@@ -171,7 +171,7 @@ class GGUF:
             try:
                 weights = torch.from_numpy(_unpack(packed[row : row + step], stored.kind))
             except FloatingPointError as error:
-                raise ValueError(f"{stored.name} has values that are no numbers") from error
+                raise ValueError(f"{stored.name} contains NaN or infinity") from error
             flat[row : row + step] = cast(stored.name, weights, into.dtype)
 
     def _check(self) -> None:
@@ -419,14 +419,14 @@ class _Given:
                 )
 
 
-def _check_size(key: str, said: int, found: int) -> None:
-    if said != found:
-        raise ValueError(f"{key} is {said}, but the tensors have {found}")
+def _check_size(key: str, stated: int, found: int) -> None:
+    if stated != found:
+        raise ValueError(f"{key} is {stated}, but the tensors have {found}")
 
 
 def _short(value: Any) -> str:
-    told = repr(value)
-    return told if len(told) <= 60 else f"{told[:60]}..."
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 # Weights

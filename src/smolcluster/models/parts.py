@@ -18,7 +18,7 @@ from smolcluster.models.architecture import Names
 from smolcluster.models.protocols import DecoderConfig
 
 Shape = tuple[int, ...]
-MOST_LAYERS = 4096  # no model has nearly as many
+MAX_LAYERS = 4096  # no model has nearly as many
 _CHUNK = 1 << 20  # weights that are looked at at a time: all at once they would be in memory three times
 
 
@@ -56,8 +56,8 @@ def their_shapes(table: Names, config: DecoderConfig, *, transposed: tuple[str, 
     """Return the shapes of all tensors by external name. `transposed`: suffixes of our modules."""
     result: dict[str, Shape] = {}
     for name, shape in config.shapes().items():
-        theirs = their_names(table, name)
-        for their, rows in zip(theirs, config.cuts(name) if len(theirs) > 1 else [shape[0]], strict=True):
+        external = their_names(table, name)
+        for their, rows in zip(external, config.cuts(name) if len(external) > 1 else [shape[0]], strict=True):
             piece = (rows, *shape[1:])
             result[their] = piece[::-1] if is_under(name, transposed) else piece
     return result
@@ -72,32 +72,32 @@ def check_depth(num_layers: int, num_tensors: int, *, where: str) -> None:
     """Raise ValueError for an implausible number of layers, before a model of that size is described."""
     if num_layers > num_tensors:
         raise ValueError(f"{where} says {num_layers} layers, but there are only {num_tensors} tensors")
-    if num_layers > MOST_LAYERS:
-        raise ValueError(f"{where} says {num_layers} layers; at most {MOST_LAYERS} are read here")
+    if num_layers > MAX_LAYERS:
+        raise ValueError(f"{where} says {num_layers} layers; at most {MAX_LAYERS} are read here")
 
 
 def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
     """Raise ValueError unless names and shapes are the same."""
     problems = {
         "missing": [f"{name} {wanted[name]}" for name in wanted if name not in found],
-        "superfluous": [f"{name} {found[name]}" for name in found if name not in wanted],
-        "of another shape": [
+        "unexpected": [f"{name} {found[name]}" for name in found if name not in wanted],
+        "size mismatch": [
             f"{name} is {found[name]}, not {shape}" for name, shape in wanted.items() if found.get(name, shape) != shape
         ],
     }
     if any(problems.values()):
-        told = [f"{len(names)} {kind}: {first_of(names)}" for kind, names in problems.items() if names]
-        raise ValueError(f"the tensors are not those of the model ({'; '.join(told)})")
+        found_problems = [f"{len(names)} {kind}: {first_of(names)}" for kind, names in problems.items() if names]
+        raise ValueError(f"the tensors are not those of the model ({'; '.join(found_problems)})")
 
 
 def check_values(name: str, tensor: Tensor) -> None:
     """Raise ValueError for NaN and infinity, which would otherwise show only as a NaN loss."""
     if not tensor.is_floating_point():
-        raise ValueError(f"{name} has the type {type_name(tensor.dtype)}, not one of fractions")
+        raise ValueError(f"{name} is {type_name(tensor.dtype)}; expected a floating-point dtype")
     for piece in torch.split(tensor.flatten(), _CHUNK):
         wide = piece if piece.dtype == torch.float64 else piece.float()
         if not bool((wide.abs() <= torch.finfo(torch.float32).max).all()):
-            raise ValueError(f"{name} has values that are no numbers, or too large for fp32")
+            raise ValueError(f"{name} contains NaN, infinity or values beyond the fp32 range")
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

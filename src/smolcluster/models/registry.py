@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 ARCHITECTURES: dict[str, Architecture] = {one.name: one for one in (GPT, QWEN3)}
-MOST_SIZE = 1 << 31  # of any length in the shape of a model
+MAX_SIZE = 1 << 31  # of any length in the shape of a model
 
 
 def architecture_of(config: DecoderConfig) -> Architecture:
@@ -59,14 +59,14 @@ def from_plain(name: str, values: Mapping[str, Any]) -> DecoderConfig:
 
 def _check(name: str, value: Any, wanted: Any) -> None:
     if wanted is int:
-        good = type(value) is int and 1 <= value <= MOST_SIZE
-        told = f"a whole number from 1 to {MOST_SIZE}"
+        good = type(value) is int and 1 <= value <= MAX_SIZE
+        expected = f"an integer from 1 to {MAX_SIZE}"
     elif wanted is float:
         good = type(value) in (int, float) and 0 <= value < math.inf
-        told = "a number that is not negative"
+        expected = "a number >= 0"
     elif bool in (wanted, *typing.get_args(wanted)):
-        good, told = type(value) is bool, "true or false"
+        good, expected = type(value) is bool, "true or false"
     else:
-        good, told = isinstance(value, str), "a word"
+        good, expected = isinstance(value, str), "a string"
     if not good:
-        raise ValueError(f"{name} is {value!r:.40}, not {told}")
+        raise ValueError(f"{name} is {value!r:.40}, not {expected}")

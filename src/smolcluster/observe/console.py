@@ -10,7 +10,7 @@ import sys
 from typing import Protocol, TextIO
 
 from smolcluster.observe.events import Event, Notice, Progress, RunFinished, StepLogged
-from smolcluster.observe.run_state import RunState, StepLine, evaluation_words, message, quantity, rate
+from smolcluster.observe.run_state import RunState, StepLine, evaluation_parts, message, quantity, rate
 from smolcluster.observe.text import clock, encodable, number, printable
 
 
@@ -118,7 +118,7 @@ class PlainScreen:
 def fields_of(line: StepLine) -> list[str]:
     """Return `step 50/300`, `loss 2.3104`, `val 2.4012`, `12.3k tok/s`, `eta 0:41`, as far as known."""
     fields = [line.label, f"loss {number(line.loss)}"]
-    fields += [*evaluation_words(line.evaluation), *rate(line)]
+    fields += [*evaluation_parts(line.evaluation), *rate(line)]
     if line.eta_s is not None:
         fields.append(f"eta {clock(line.eta_s)}")
     return fields

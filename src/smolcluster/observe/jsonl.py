@@ -54,7 +54,7 @@ class MetricsFile:
                 self._warned = True
                 self._warn(
                     f"{self.path}: the row of step {event.step} is lost: {error.strerror or error}; is the disk full? "
-                    "Training goes on, and rows are written again when there is room"
+                    "Training continues, and rows are written again when there is room"
                 )
 
     def _append(self, fd: int, row: bytes) -> bool:

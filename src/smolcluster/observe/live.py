@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from smolcluster.observe.events import CheckpointSaved, Event, Progress
-from smolcluster.observe.run_state import RankStatus, RunState, StepLine, evaluation_words, message, quantity, rate
+from smolcluster.observe.run_state import RankStatus, RunState, StepLine, evaluation_parts, message, quantity, rate
 from smolcluster.observe.text import clock, duration, encodable, number, printable
 
 COLUMNS = ("rank", "host", "device", "step", "loss", "step time", "comm", "staleness")
@@ -137,7 +137,7 @@ class LiveFrame:
         elapsed_s = self.now() - self.started_s
         if self.line is None:
             return [f"starting, {clock(elapsed_s)}"]
-        numbers = [f"loss {number(self.line.loss)}", *evaluation_words(self.evaluation)]
+        numbers = [f"loss {number(self.line.loss)}", *evaluation_parts(self.evaluation)]
         numbers += [*rate(self.line), f"elapsed {clock(elapsed_s)}"]
         if self.line.eta_s is not None:
             numbers.append(f"eta {clock(max(0.0, self.line.eta_s - (self.now() - self.line_s)))}")
@@ -145,9 +145,8 @@ class LiveFrame:
 
     def _worker_lines(self, width: int, *, max_lines: int) -> RenderResult:
         """Yield a line per worker, without columns and lines that do not fit."""
-        fits = (
-            len(self.workers) if len(self.workers) < max_lines else max_lines - 2
-        )  # a line each for the header and the rest
+        # Two lines are for the header and the number of those left out.
+        fits = len(self.workers) if len(self.workers) < max_lines else max_lines - 2
         if not self.workers or fits < 1:
             return
         table = [COLUMNS, *self.workers]

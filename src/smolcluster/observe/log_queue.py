@@ -142,9 +142,8 @@ class LogQueue:
     def left(self) -> int:
         """Return the number of unacknowledged bytes."""
         size = self._size()
-        return (
-            size - self._position.offset if size >= self._position.offset else size
-        )  # less: it was cut, and starts again
+        # A file smaller than the offset was truncated: it is read from its start.
+        return size - self._position.offset if size >= self._position.offset else size
 
     def close(self) -> None:
         if self._file is not None:

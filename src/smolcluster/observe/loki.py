@@ -59,8 +59,8 @@ log = logging.getLogger("smolcluster.loki")
 PATH = "/loki/api/v1/push"
 AUTH = "SMOLCLUSTER_LOKI_AUTH"  # user:password, where the URL has none
 TENANT = "SMOLCLUSTER_LOKI_TENANT"  # where the URL has no ?tenant=
-MOST_RETRY_AFTER_S = 300.0
-_MOST_ANSWER_BYTES = 1 << 20
+MAX_RETRY_AFTER_S = 300.0
+_MAX_ANSWER_BYTES = 1 << 20
 _LOG_NAME = re.compile(r"(?P<role>server|worker)-(rank(?P<rank>\d+)-)?.+")
 # Loki's reasons for a line that no retry can help, one for each line. Complaints about labels are not among them: they
 # concern all lines of a process, and their limits can be raised.
@@ -75,7 +75,7 @@ class LokiTiming:
 
     poll_s: float = 1.0  # between two reads of the file
     retry_s: float = 0.5  # after the first failure; doubles with each
-    most_retry_s: float = 30.0
+    max_retry_s: float = 30.0
     slow_s: float = 60.0  # where the configuration is wrong
     request_s: float = 10.0  # timeout of a request
     patience_s: float = 10.0  # shorter outages are not logged
@@ -84,7 +84,7 @@ class LokiTiming:
     def pause_s(self, result: PushResult, failures: int) -> float:
         """Return the backoff before the next try, with jitter: other processes retry too."""
         wrong = result.kind == "misconfigured"
-        backoff_s = self.slow_s if wrong else min(self.most_retry_s, self.retry_s * 2 ** min(failures - 1, 16))
+        backoff_s = self.slow_s if wrong else min(self.max_retry_s, self.retry_s * 2 ** min(failures - 1, 16))
         return max(backoff_s * random.uniform(0.7, 1.0), result.retry_after_s)
 
 
@@ -193,7 +193,7 @@ class LokiClient:
             connection = self._connect(timeout_s)
             connection.request("POST", self.endpoint.path, body, dict(self.endpoint.headers))
             response = connection.getresponse()
-            text = response.read(_MOST_ANSWER_BYTES).decode("utf-8", "replace")
+            text = response.read(_MAX_ANSWER_BYTES).decode("utf-8", "replace")
             if not response.isclosed():  # the rest is not read
                 self.close()
             if self._was_cut:
@@ -252,7 +252,7 @@ def _seconds(retry_after: str | None) -> float:
     value = (retry_after or "0").strip()
     with contextlib.suppress(ValueError):
         until = float(value) if value.isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
-        return min(max(0.0, until), MOST_RETRY_AFTER_S)
+        return min(max(0.0, until), MAX_RETRY_AFTER_S)
     return 0.0
 
 

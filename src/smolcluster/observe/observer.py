@@ -81,9 +81,9 @@ class Observer:
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks = [other for other in self._sinks if other is not sink]
         name, reason = type(sink).__name__, f"{type(error).__name__}: {error}"
-        logger.error("%s failed and is switched off; training goes on. %s", name, reason, exc_info=error)
+        logger.error("%s failed and was disabled; training continues. %s", name, reason, exc_info=error)
         _close(sink)
-        self.notice("ERROR", f"{name} failed and is switched off; training goes on. {reason}")
+        self.notice("ERROR", f"{name} failed and was disabled; training continues. {reason}")
 
 
 def _close(sink: Sink) -> None:
@@ -94,7 +94,7 @@ def _close(sink: Sink) -> None:
 
 
 class NoticesOnly:
-    """Passes only notices to a sink: on a machine that is not the head, whose console shows the run."""
+    """Passes only notices to a sink: on machines other than the leader's, which shows the run."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

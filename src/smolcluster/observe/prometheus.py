@@ -28,8 +28,8 @@ from typing import Any
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Event, RunStarted, StepLogged
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MOST_METRICS = 64  # of the task's own, from one evaluation
-_MOST_CLIENTS = 8  # concurrent; Prometheus is one
+MAX_METRICS = 64  # of the task's own, from one evaluation
+_MAX_CLIENTS = 8  # concurrent; Prometheus is one
 _IDLE_S = 5.0  # timeout of a client that sends nothing
 _POLL_S = 0.1  # how soon the server notices a shutdown
 
@@ -150,7 +150,7 @@ class PrometheusSink:
         self._set({name: value for name, value in values.items() if value is not None})
         if row.val_extra:
             with self._lock:
-                self._named = dict(list(row.val_extra.items())[:MOST_METRICS])
+                self._named = dict(list(row.val_extra.items())[:MAX_METRICS])
 
     def _set(self, values: Mapping[str, float]) -> None:
         with self._lock:
@@ -194,7 +194,7 @@ class _Server(socketserver.ThreadingTCPServer):
     def __init__(self, host: str, port: int, *, sink: PrometheusSink, names: set[str]) -> None:
         self.sink, self.names = sink, _names_of(host, names)
         self.any_address = host in ("0.0.0.0", "::", "")
-        self._clients = threading.Semaphore(_MOST_CLIENTS)
+        self._clients = threading.Semaphore(_MAX_CLIENTS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 

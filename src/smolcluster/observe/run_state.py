@@ -306,12 +306,12 @@ def message(event: Event) -> str:
     return ""
 
 
-def evaluation_words(evaluation: Mapping[str, float]) -> list[str]:
+def evaluation_parts(evaluation: Mapping[str, float]) -> list[str]:
     """Return `val 2.4012`, `acc 97.1%` and the task's own metrics, as far as present."""
-    words = [f"val {number(evaluation['val_loss'])}"] if "val_loss" in evaluation else []
-    words += [f"acc {evaluation['val_accuracy']:.1%}"] if "val_accuracy" in evaluation else []
+    parts = [f"val {number(evaluation['val_loss'])}"] if "val_loss" in evaluation else []
+    parts += [f"acc {evaluation['val_accuracy']:.1%}"] if "val_accuracy" in evaluation else []
     own = {name.removeprefix("val_"): value for name, value in evaluation.items() if name not in VAL_FIELDS}
-    return words + [f"{printable(name)} {number(value)}" for name, value in own.items()]
+    return parts + [f"{printable(name)} {number(value)}" for name, value in own.items()]
 
 
 def rate(line: StepLine | StepLogged) -> list[str]:

@@ -16,11 +16,15 @@ _INSTALLED = tuple(
 def user_traceback(error: BaseException) -> str:
     """Format an error without frames of libraries and of this package, unless there are no others. The log has all of them."""
     summary = traceback.TracebackException.from_exception(error)
-    mine = [frame for frame in summary.stack if _is_users(frame.filename)]
-    if not mine:
+    user_frames = [frame for frame in summary.stack if _is_users(frame.filename)]
+    if not user_frames:
         return "".join(summary.format())
     head = "Traceback (your own code only; the log has all of it):\n"
-    return head + "".join(traceback.StackSummary.from_list(mine).format()) + "".join(summary.format_exception_only())
+    return (
+        head
+        + "".join(traceback.StackSummary.from_list(user_frames).format())
+        + "".join(summary.format_exception_only())
+    )
 
 
 def _is_users(filename: str) -> bool:

@@ -21,7 +21,7 @@ from smolcluster.serve.engine.model_source import ModelSource
 from smolcluster.serve.engine.sampling import TokenSampler
 from smolcluster.serve.engine.stage_model import Row, StageModel
 from smolcluster.serve.engine.types import RetriesExhausted, SequenceRequest, Token
-from smolcluster.serve.http.api_types import read_completion
+from smolcluster.serve.http.request_parsing import read_completion
 from smolcluster.serve.http.service import BadRequest, Service
 
 CHUNK = 512  # prompt tokens in one step

@@ -264,7 +264,7 @@ async def wait_until_loaded(front: Front) -> None:
     """Wait until all layers are loaded. Raises SmolclusterError with the problems."""
     until = time.monotonic() + READY_S
     while not front.wait_ready(0.0):
-        problems = [] if front.coming else front.problems()  # else a spare may take over
+        problems = [] if front.loading else front.problems()  # else a spare may take over
         if problems or time.monotonic() > until:
             raise SmolclusterError("; ".join(problems) or f"the model was not loaded in {READY_S:g} s")
         await asyncio.sleep(0.1)

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 from smolcluster.errors import SmolclusterError
 from smolcluster.web.guard import Receive, Scope
 
-MOST_BYTES = 1 << 20
-MOST_DEPTH = 32
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
 BODY_S = 15.0
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also unterminated: linear time
 _BRACKET = str.maketrans(dict.fromkeys(map(chr, range(128)), None) | {c: c for c in "[]{}"})
@@ -41,8 +41,8 @@ class ClientGone(SmolclusterError):
 class BodyReaders:
     """The bodies being read. If there is no room for another, the oldest can be timed out."""
 
-    def __init__(self, *, least_s: float) -> None:
-        self._least_s = least_s
+    def __init__(self, *, min_s: float) -> None:
+        self._min_s = min_s
         self._reading: dict[asyncio.Timeout, float] = {}  # start times, oldest first
 
     @contextlib.asynccontextmanager
@@ -56,9 +56,9 @@ class BodyReaders:
                 self._reading.pop(timeout, None)
 
     def hurry(self) -> bool:
-        """Time out the oldest body if it has had `least_s`. Return whether it did."""
+        """Time out the oldest body if it has had `min_s`. Return whether it did."""
         timeout, since = next(iter(self._reading.items()), (None, math.inf))
-        if timeout is None or time.monotonic() - since < self._least_s:
+        if timeout is None or time.monotonic() - since < self._min_s:
             return False
         del self._reading[timeout]
         timeout.reschedule(asyncio.get_running_loop().time())
@@ -69,25 +69,25 @@ async def read_object(
     scope: Scope,
     receive: Receive,
     *,
-    most_bytes: int = MOST_BYTES,
+    max_bytes: int = MAX_BYTES,
     body_s: float = BODY_S,
     readers: BodyReaders | None = None,
 ) -> dict[str, Any]:
     """Return the body of a request. Raises BadBody or ClientGone."""
     declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    if not declared.isdigit() or len(declared) > 18 or int(declared) > most_bytes:
-        raise BadBody(f"the body is larger than {most_bytes} bytes", 413)
+    if not declared.isdigit() or len(declared) > 18 or int(declared) > max_bytes:
+        raise BadBody(f"the body is larger than {max_bytes} bytes", 413)
     parts, have, began = [], 0, time.monotonic()
     try:
-        async with (readers or BodyReaders(least_s=body_s)).reading(body_s):
+        async with (readers or BodyReaders(min_s=body_s)).reading(body_s):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone("while sending its request")
                 part = message.get("body", b"")
                 have += len(part)
-                if have > most_bytes:
-                    raise BadBody(f"the body is larger than {most_bytes} bytes", 413)
+                if have > max_bytes:
+                    raise BadBody(f"the body is larger than {max_bytes} bytes", 413)
                 parts.append(part)
                 if not message.get("more_body", False):
                     return parse_object(b"".join(parts))
@@ -106,7 +106,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not text.strip():
         raise BadBody("the body is empty; send JSON")
     if too_deep(text):
-        raise BadBody(f"the body is nested deeper than {MOST_DEPTH}")
+        raise BadBody(f"the body is nested deeper than {MAX_DEPTH}")
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
     except json.JSONDecodeError as error:
@@ -119,11 +119,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def too_deep(text: str) -> bool:
-    """Whether brackets nest deeper than MOST_DEPTH. Not recursive."""
-    if text.count("[") + text.count("{") <= MOST_DEPTH:
+    """Whether brackets nest deeper than MAX_DEPTH. Not recursive."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
         return False
     brackets = _STRING.sub("", text).translate(_BRACKET)
-    for _ in range(MOST_DEPTH):  # removes the innermost pairs
+    for _ in range(MAX_DEPTH):  # removes the innermost pairs
         brackets = brackets.replace("[]", "").replace("{}", "")
     return bool(brackets)
 

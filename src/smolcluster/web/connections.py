@@ -3,7 +3,7 @@
     no complete request head within `request_s`    closed
     body still arriving after the answer           closed `linger_s` after the answer
     answer not taken                               closed after `write_s` without progress
-    more than `most_connections`                   the one idle longest is closed: first those that never sent a request, then
+    more than `max_connections`                   the one idle longest is closed: first those that never sent a request, then
                                                    those between requests, then bodies older than `crowded_s`. If there is none,
                                                    the new one gets 503 with Retry-After; from twice as many on, a reset
 
@@ -31,13 +31,13 @@ class HttpLimits:
     linger_s: float = 5.0
     write_s: float = WRITE_S
     ending_s: int = 2  # for answers in progress, when the server stops
-    most_connections: int = 512
+    max_connections: int = 512
     crowded_s: float = 1.0
 
 
 class _Phase(enum.IntEnum):
     NEW = 0  # no request so far
-    RESTING = 1  # between requests
+    IDLE = 1  # between requests
     READING = 2  # a request's body is incomplete
     ANSWERING = 3
 
@@ -56,11 +56,11 @@ class ConnectionGate:
         return _Connection(self, H11Protocol(**options))
 
     def add(self, connection: _Connection) -> None:
-        most, there = self.limits.most_connections, len(self.open)
-        if there >= 2 * most:
+        most, num_open = self.limits.max_connections, len(self.open)
+        if num_open >= 2 * most:
             connection.abort()
             return
-        connection.refused = there >= most and not self._evict()
+        connection.refused = num_open >= most and not self._evict()
         self.open.add(connection)
         self._by_client[connection.client] = connection
 
@@ -145,7 +145,7 @@ class _Connection(asyncio.Protocol):
         if self.phase is _Phase.READING:
             self._loop.call_later(self._limits.linger_s, self._abort_unless_new, number)
         else:
-            self.enter(_Phase.RESTING)
+            self.enter(_Phase.IDLE)
 
     def _abort_unless_new(self, requests: int) -> None:
         if self._requests == requests:
@@ -170,7 +170,7 @@ class _Connection(asyncio.Protocol):
         self._inner.eof_received()
 
     def data_received(self, data: bytes) -> None:
-        if self.phase is _Phase.RESTING and self._head_timer is None:
+        if self.phase is _Phase.IDLE and self._head_timer is None:
             self._head_timer = self._loop.call_later(self._limits.request_s, self.abort)
         self._ahead += data
         self._feed()
@@ -188,7 +188,7 @@ class _Connection(asyncio.Protocol):
                 self.abort()
 
     def pause_reading(self) -> None:
-        """Called by uvicorn while another request waits. Reading goes on for a while: else a closed connection is not seen."""
+        """Called by uvicorn while another request waits. Reading continues for a while, to notice a closed connection."""
         self._paused = True
 
     def resume_reading(self) -> None:

@@ -47,7 +47,7 @@ HEADERS: dict[str, str] = {
     "cross-origin-opener-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
-LEAST_TOKEN = 16  # characters
+MIN_TOKEN = 16  # characters
 READ_ONLY = ("GET", "HEAD")
 
 
@@ -159,10 +159,10 @@ def equal(given: str, expected: str) -> bool:
 def check_token(token: str, option: str = "--token") -> str:
     """Return the token if it fits a header and is long enough, or raise UserError."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/=-]+", token):
-        raise UserError(f"{option}: letters, digits and ._~+/=- only, so that it fits an address")
-    if len(token) < LEAST_TOKEN:
+        raise UserError(f"{option}: only letters, digits and ._~+/=- (it is part of a URL)")
+    if len(token) < MIN_TOKEN:
         raise UserError(
-            f"{option} has {len(token)} characters; give at least {LEAST_TOKEN}, or leave it out to generate one"
+            f"{option} has {len(token)} characters; give at least {MIN_TOKEN}, or leave it out to generate one"
         )
     return token
 
@@ -191,7 +191,7 @@ def _all(scope: Scope, name: bytes) -> list[str]:
 
 
 def _cookies(scope: Scope, name: str) -> list[str]:
-    """Split by hand: cookies of other applications on this host come along, and not all of them keep to the grammar."""
+    """Split by hand: browsers send the cookies of every application on this host, some malformed."""
     pairs = [pair.partition("=") for header in _all(scope, b"cookie") for pair in header.split(";")]
     return [value.strip() for key, _, value in pairs if key.strip() == name]
 

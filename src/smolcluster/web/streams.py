@@ -53,7 +53,7 @@ def event_stream(
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. Raises Gone, with the work cancelled, when the client disconnects."""
+    """Return the result of `work`. Raises ClientGone, with the work cancelled, when the client disconnects."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(until_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -45,29 +45,30 @@ class LivenessMonitor:
                 address = self._server.address
             except UserError as error:  # sent to every rank
                 problem = str(error)
-        said = gather_json(group, [address, secret.hex(), problem])[0]  # the secret goes over the group only
-        if said[2]:
-            raise OSError(said[2])
+        # The secret goes over the group only.
+        address, key, problem = gather_json(group, [address, secret.hex(), problem])[0]
+        if problem:
+            raise OSError(problem)
         fields = {"rank": group.rank, "name": name}
-        self._client = MembershipClient(said[0], fields, silent_s=SILENT_S, secret=bytes.fromhex(said[1]))
+        self._client = MembershipClient(address, fields, silent_s=SILENT_S, secret=bytes.fromhex(key))
         if not self._client.wait(lambda: self._client.number >= 0, within_s=GATHER_S):
             self.leave()
-            raise OSError(f"no answer from {said[0]}: {self._client.refusal or self._client.problem}")
-        self._client.on_change = self._look
+            raise OSError(f"no answer from {address}: {self._client.refusal or self._client.problem}")
+        self._client.on_change = self._on_view_change
         self._client.wait(lambda: len(_ranks(self._client.view)) == group.size, within_s=GATHER_S)
 
     def lost(self) -> str | None:
         """Return which ranks are lost; None if there are none, or after `done`."""
-        view, words = self._client.view, []
+        view, losses = self._client.view, []
         if self._done:
             return None
         for number, fields in sorted(view.gone.items(), key=lambda item: _rank(item[1])):
             if not fields.get("done"):
-                words.append(_describe_loss(fields, view.how.get(number)))
-        if not words and self._client.lost is not None:
+                losses.append(_describe_loss(fields, view.how.get(number)))
+        if not losses and self._client.lost is not None:
             first = next((f for f in view.members.values() if _rank(f) == 0), {"rank": 0, "name": self._host})
-            words = [] if first.get("done") else [_describe_loss(first, self._client.lost)]
-        return "; ".join(words) or None
+            losses = [] if first.get("done") else [_describe_loss(first, self._client.lost)]
+        return "; ".join(losses) or None
 
     def explain(self, reason: str) -> str:
         """Add the names of the lost ranks to a backend's error, waiting up to GRACE_S for them."""
@@ -84,17 +85,17 @@ class LivenessMonitor:
         self._done = True
         self._client.say(done=True)
 
-    def leave(self, words: str | None = None) -> None:
-        """End the membership. `words`: an error message, sent to the other ranks first."""
-        if words is not None:
+    def leave(self, error: str | None = None) -> None:
+        """End the membership. `error`: a message, sent to the other ranks first."""
+        if error is not None:
             me = self._client.number
-            self._client.say(words=words)
+            self._client.say(words=error)
             self._client.wait(lambda: "words" in self._client.view.members.get(me, {}), within_s=GRACE_S)
         self._client.close()
         if self._server is not None:
             self._server.close()
 
-    def _look(self) -> None:
+    def _on_view_change(self) -> None:
         """Handle a change of the roster."""
         if self.lost() is not None:
             timer = threading.Timer(GRACE_S, self._give_up)

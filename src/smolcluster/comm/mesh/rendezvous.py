@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 EXCHANGE_TIMEOUT_S = 600.0
 _POLL_S = 0.02
 LOG_AFTER_S = 3.0  # log which ranks are missing
-_SAME = {"world size": "use the same --world-size on every machine"}
-_ROLL = "roll"  # in the store: the list of all signatures
+_REMEDIES = {"world size": "use the same --world-size on every machine"}
+_ALL_JOINED = "roll"  # in the store: the list of all signatures
 _MISSING = "missing"  # in the store: a rank did not join in time
 LEAVE_S = 5.0
 BACKLOG = 1024
@@ -69,8 +69,8 @@ class RankPlace:
 class Signature(BackendRequest):
     """What each rank posts in the store for the others."""
 
-    said: dict[str, str]  # must be the same on all ranks
-    who: str = field(default_factory=lambda: secrets.token_hex(8))  # tells two processes with the same rank apart
+    said: dict[str, str]  # values that must be the same on all ranks
+    who: str = field(default_factory=lambda: secrets.token_hex(8))  # a nonce: two processes may have the same rank
 
 
 def connect(
@@ -102,8 +102,8 @@ def connect(
     if place.rank == 0 and announce is not None:
         announce(opened.port)
     store = _of_this_attempt(opened)
-    said = {**(versions or {}), **_said(place)}
-    me = Signature(host=socket.gethostname(), named=backend, gpu=gpu_for_nccl(device), said=said)
+    must_match = {**(versions or {}), "world size": str(place.world_size)}
+    me = Signature(host=socket.gethostname(), named=backend, gpu=gpu_for_nccl(device), said=must_match)
     backend = _checked(_wait_for_all(store, place, me, stop_requested), store, place)
     try:
         dist.init_process_group(
@@ -123,22 +123,25 @@ def connect(
 
 def _wait_for_rank_0(place: RankPlace, stop_requested: Callable[[], bool]) -> None:
     """Wait until rank 0 listens. TCPStore's own wait cannot be interrupted and reports no clear error."""
-    where = f"{place.master_addr}:{place.master_port}"
-    began, told = time.monotonic(), False
+    began, warned = time.monotonic(), False
     while True:
         _leave_if(stop_requested)
         with contextlib.suppress(OSError), reach(place.master_addr, place.master_port, within_s=5.0):
             return
         waited = time.monotonic() - began
         if waited > place.join_timeout_s:
-            raise UserError(
-                f"rank {place.rank} cannot reach rank 0 at {where} after {place.join_timeout_s:g} s (cluster.join_timeout); "
-                "check that rank 0 runs with this address and port, and that no firewall blocks it"
-            )
-        if waited > LOG_AFTER_S and not told:
-            log.warning("waiting for rank 0 at %s", where)
-            told = True
+            raise _unreachable(place)
+        if waited > LOG_AFTER_S and not warned:
+            log.warning("waiting for rank 0 at %s:%d", place.master_addr, place.master_port)
+            warned = True
         time.sleep(_POLL_S)
+
+
+def _unreachable(place: RankPlace) -> UserError:
+    return UserError(
+        f"rank {place.rank} cannot reach rank 0 at {place.master_addr}:{place.master_port} after {place.join_timeout_s:g} s "
+        "(cluster.join_timeout); check that rank 0 runs with this address and port, and that no firewall blocks it"
+    )
 
 
 def _leave_if(stop_requested: Callable[[], bool]) -> None:
@@ -148,7 +151,7 @@ def _leave_if(stop_requested: Callable[[], bool]) -> None:
 
 def _resolve(place: RankPlace, stop_requested: Callable[[], bool] = lambda: False) -> None:
     """Resolve rank 0's name, retrying: DNS may start later than this machine."""
-    host, until, told = place.master_addr, time.monotonic() + place.join_timeout_s, False
+    host, until, warned = place.master_addr, time.monotonic() + place.join_timeout_s, False
     while True:
         _leave_if(stop_requested)
         try:
@@ -161,16 +164,15 @@ def _resolve(place: RankPlace, stop_requested: Callable[[], bool] = lambda: Fals
                     f"--master-addr {host}: this machine cannot resolve that name ({why}); use the address of rank 0, "
                     "such as 192.168.1.10"
                 ) from error
-        if not told:
+        if not warned:
             log.warning("cannot resolve --master-addr %s (%s); retrying for %g s", host, why, place.join_timeout_s)
-            told = True
+            warned = True
         time.sleep(1.0)
 
 
 def _open_store(place: RankPlace) -> TCPStore:
     """Open the store: rank 0 listens, the others connect and retry."""
     host = "127.0.0.1" if place.master_addr == "localhost" else place.master_addr  # not ::1
-    where = f"{place.master_addr}:{place.master_port}"
     options: dict[str, Any] = {"is_master": False}
     port = place.master_port
     if place.rank == 0 and not _torchrun_holds_the_store():
@@ -186,11 +188,9 @@ def _open_store(place: RankPlace) -> TCPStore:
         )
     except RuntimeError as error:
         if place.rank == 0:
+            where = f"{place.master_addr}:{place.master_port}"
             raise UserError(f"cannot start the rendezvous on {where}: {str(error).splitlines()[0]}") from error
-        raise UserError(
-            f"rank {place.rank} cannot reach rank 0 at {where} after {place.join_timeout_s:g} s; "
-            "check that rank 0 runs with this address and port, and that no firewall blocks it"
-        ) from error
+        raise _unreachable(place) from error
 
 
 def _of_this_attempt(store: TCPStore) -> Store:
@@ -203,32 +203,32 @@ def _of_this_attempt(store: TCPStore) -> Store:
 def _wait_for_all(store: Store, place: RankPlace, me: Signature, stop_requested: Callable[[], bool]) -> list[Signature]:
     """Post this rank's signature, wait for all others, and return them. Missing ranks are named in the error.
 
-    When all have signed rank 0 posts the roll. A process whose signature is not in it used the rank of another one; a process
-    that is restarted before that replaces its own signature.
+    When every rank has posted, rank 0 publishes the list. A process that is not in it duplicates a rank; a process that is
+    restarted before that replaces its own signature.
     """
     keys = [f"joined/{rank}" for rank in range(place.world_size)]
-    began, told = time.monotonic(), False
+    began, warned = time.monotonic(), False
 
     def absent() -> list[int]:
         return [rank for rank, key in enumerate(keys) if not store.check([key])]
 
     try:
         store.set(keys[place.rank], json.dumps(asdict(me)))
-        while not store.check([_ROLL]):  # TCPStore.wait prints a stack trace at a timeout
+        while not store.check([_ALL_JOINED]):  # TCPStore.wait prints a stack trace at a timeout
             _leave_if(stop_requested)
             if place.rank == 0 and store.check(keys):
-                store.set(_ROLL, json.dumps([json.loads(line) for line in store.multi_get(keys)]))
+                store.set(_ALL_JOINED, json.dumps([json.loads(line) for line in store.multi_get(keys)]))
                 continue
             waited = time.monotonic() - began
             if waited > place.join_timeout_s or store.check([_MISSING]):
-                missing = absent() or [0]  # rank 0 posted no roll
+                missing = absent() or [0]  # rank 0 did not publish the list
                 break
-            if waited > LOG_AFTER_S and not told and place.rank == 0:
+            if waited > LOG_AFTER_S and not warned and place.rank == 0:
                 log.warning("waiting for %s of %d", _ranks(absent()), place.world_size)
-                told = True
+                warned = True
             time.sleep(_POLL_S)
         else:
-            signed = [Signature(**line) for line in json.loads(store.get(_ROLL))]
+            signed = [Signature(**line) for line in json.loads(store.get(_ALL_JOINED))]
             if signed[place.rank] != me:
                 raise UserError(
                     f"rank {place.rank} was started twice: another process, on {signed[place.rank].host}, has that rank; "
@@ -236,7 +236,7 @@ def _wait_for_all(store: Store, place: RankPlace, me: Signature, stop_requested:
                 )
             return signed
         store.set(_MISSING, "")  # ranks that join later need not wait for the timeout
-        _leave_together(store, place, [rank for rank in range(place.world_size) if rank not in missing])
+        _wait_for_readers(store, place, [rank for rank in range(place.world_size) if rank not in missing])
     except RuntimeError as error:
         raise PeerLost("rank 0 was lost before all ranks had joined") from error
     where = f"{place.master_addr}:{place.master_port}" if place.master_port else place.master_addr
@@ -250,28 +250,24 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def _said(place: RankPlace) -> dict[str, str]:
-    return {"world size": str(place.world_size)}
-
-
 def _checked(signed: Sequence[Signature], store: Store, place: RankPlace) -> str:
     """Check that versions and world size agree on all ranks, and return the backend."""
     try:
-        for rank, theirs in enumerate(signed):
+        for rank, other in enumerate(signed):
             for what, version in signed[0].said.items():
-                if theirs.said.get(what) != version:
-                    remedy = _SAME.get(what, "install the same version on every machine")
+                if other.said.get(what) != version:
+                    remedy = _REMEDIES.get(what, "install the same version on every machine")
                     raise UserError(
-                        f"rank {rank} on {theirs.host} has {what} {theirs.said.get(what)} and rank 0 on {signed[0].host} has "
+                        f"rank {rank} on {other.host} has {what} {other.said.get(what)} and rank 0 on {signed[0].host} has "
                         f"{version}; {remedy}"
                     )
         return agree(signed)
     except UserError:
-        _leave_together(store, place, range(place.world_size))
+        _wait_for_readers(store, place, range(place.world_size))
         raise
 
 
-def _leave_together(store: Store, place: RankPlace, ranks: Iterable[int]) -> None:
+def _wait_for_readers(store: Store, place: RankPlace, ranks: Iterable[int]) -> None:
     """Keep the store alive until these ranks have read what they need: it ends with rank 0."""
     store.set(f"read/{place.rank}", "")
     if place.rank == 0:
@@ -329,9 +325,9 @@ def _use_interface_to(address: str) -> None:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # UDP: sends nothing, only chooses the route
-        mine = probe.getsockname()[0]
+        own = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no IPv4 address
                 found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == mine:
+                if socket.inet_ntoa(found[20:24]) == own:
                     os.environ["GLOO_SOCKET_IFNAME"] = name

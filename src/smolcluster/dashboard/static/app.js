@@ -200,7 +200,7 @@ async function start() {
     else if (await takeToken()) await opened(); // put into the address of a page that asks for it
   });
   document.querySelector(".skip").addEventListener("click", (event) => {
-    event.preventDefault(); // the address says which run and which view
+    event.preventDefault(); // the address has the run and the view
     main.focus();
   });
   $("run").addEventListener("change", (event) => (location.hash = address(event.target.value, view)));

@@ -32,7 +32,7 @@ export function choice(label, options, value, choose) {
   return group;
 }
 
-/** A small window beside the pointer, for whoever hovers or focuses. */
+/** A tooltip, on hover and focus. */
 const tip = () => document.getElementById("tip");
 
 export function showTip(x, y, lines) {

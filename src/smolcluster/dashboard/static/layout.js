@@ -8,9 +8,9 @@
 //   line     in bends: right, down, left, down, right
 //
 // No link runs behind a machine, and every link has room for what it carries: above it, or beside it where it goes down.
-// More machines than MOST are dots around a circle, without words.
+// More machines than MAX_SHOWN are dots around a circle, without words.
 
-export const MOST = 24;
+export const MAX_SHOWN = 24;
 const CARD = { w: 158, h: 64, least: 94 };
 const ACROSS = 78; // of a link that has its rate above it
 const DOWN = 30; // of a link that has its rate beside it
@@ -21,7 +21,7 @@ const heightOf = (rows) => (rows <= 5 ? CARD.h : rows <= 8 ? 46 : 30);
 
 /** `places`: {x, y, w, h} of each rank, from its middle; `bends`: the way of links that are no straight lines. */
 export function layout(shape, ranks, server, width) {
-  const plan = { places: new Map(), bends: new Map(), width, height: 0, compact: ranks.length > MOST };
+  const plan = { places: new Map(), bends: new Map(), width, height: 0, compact: ranks.length > MAX_SHOWN };
   const put = (rank, x, y, size) => plan.places.set(rank, { x, y, ...size });
   if (plan.compact) circle(plan, put, ranks, server);
   else if (shape === "star") star(plan, put, ranks, server);
@@ -47,7 +47,7 @@ function circle(plan, put, ranks, server) {
   if (server !== null) put(server, width / 2, height / 2, { w: 120, h: CARD.h });
 }
 
-/** Three columns, workers left and right of their server; two where there is no room for three, or nobody for the third. */
+/** Three columns, workers left and right of their server; two where there is no room for three, or no worker for the third. */
 function columns(width, num, { right = 0 } = {}) {
   const two = num > 1 && width >= 3 * CARD.least + 2 * ACROSS + 2 * EDGE;
   if (two) {

@@ -28,7 +28,7 @@ export class Overview {
     this.picture = new Picture(pictureBox, { hover: (rank) => this.hover(rank) });
     this.table = new Machines((rank) => this.hover(rank));
     const machines = card("Machines", { id: "machines", note: this.summary }, pictureBox);
-    const table = card("Who does what", { id: "who" }, this.table.node);
+    const table = card("Workers", { id: "who" }, this.table.node);
 
     // Curves
     const axis = choice("Horizontal axis", [["step", "Step"], ["time", "Time"]], this.x, (value) => {
@@ -65,7 +65,7 @@ export class Overview {
     this.links = new Links();
     const links = card("Bytes per link", { id: "links" }, this.links.node);
     const lineBox = el("div", { class: "box" });
-    const line = card("Time line", { id: "timeline" }, lineBox);
+    const line = card("Timeline", { id: "timeline" }, lineBox);
     this.timeline = new Timeline(lineBox);
     this.events = el("ol", { class: "events", "aria-label": "Events, the newest first" });
     const events = card("Events", { id: "events" }, this.events);

@@ -7,7 +7,7 @@ import { RUN_STATES } from "./states.js";
 import { ask } from "./store.js";
 import { COLORS } from "./colors.js";
 
-const MOST = 8;
+const MAX_CHOSEN = 8;
 const HINT = "choose up to eight to compare";
 
 export class Runs {
@@ -59,7 +59,7 @@ export class Runs {
     const box = el("input", { type: "checkbox", "aria-label": `compare ${run.name}`, data: { run: run.name } });
     box.checked = this.chosen.includes(run.name);
     box.addEventListener("change", () => {
-      this.chosen = box.checked ? [...this.chosen, run.name].slice(-MOST) : this.chosen.filter((name) => name !== run.name);
+      this.chosen = box.checked ? [...this.chosen, run.name].slice(-MAX_CHOSEN) : this.chosen.filter((name) => name !== run.name);
       this.list(this.runs, this.current);
       this.load();
     });

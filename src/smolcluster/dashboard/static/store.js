@@ -16,7 +16,7 @@ export function applySnapshot(news) {
   return { ...news, curves };
 }
 
-const MOST_EVENTS = 400;
+const MAX_EVENTS = 400;
 
 /** A checkpoint is an event as long as it is kept. */
 const saved = ({ time, text, step }) => ({ time, kind: "checkpoint", text, step });
@@ -28,19 +28,19 @@ export function applyChanges(state, news) {
     for (const [name, curve] of Object.entries(news.curves)) next.curves[name] = applyCurve(state.curves[name], curve);
   }
   if (news.events || news.checkpoints) {
-    const told = state.events.filter((event) => event.kind !== "checkpoint").concat(news.events ?? []);
-    told.sort((a, b) => a.time - b.time);
-    next.events = told.slice(-MOST_EVENTS).concat(next.checkpoints.map(saved)).sort((a, b) => a.time - b.time);
+    const events = state.events.filter((event) => event.kind !== "checkpoint").concat(news.events ?? []);
+    events.sort((a, b) => a.time - b.time);
+    next.events = events.slice(-MAX_EVENTS).concat(next.checkpoints.map(saved)).sort((a, b) => a.time - b.time);
   }
   return next;
 }
 
-/** Server-sent events of one run; goes on by itself when the connection breaks. Returns a function that ends it. */
+/** Server-sent events of one run; reconnects when the connection breaks. Returns a function that ends them. */
 export function follow(name, { changed, connection }) {
   let source = null;
   let state = null;
   let retry = 0;
-  let heard = Date.now();
+  let lastMessageAt = Date.now();
   let saidGoodBye = false;
   let closed = false;
 
@@ -76,12 +76,12 @@ export function follow(name, { changed, connection }) {
     });
   };
   const hear = () => {
-    heard = Date.now();
+    lastMessageAt = Date.now();
     saidGoodBye = false;
     connection("live");
   };
   const watch = setInterval(() => {
-    if (Date.now() - heard > 12000) lost();
+    if (Date.now() - lastMessageAt > 12000) lost();
   }, 2000);
   const close = () => {
     closed = true;
@@ -90,7 +90,7 @@ export function follow(name, { changed, connection }) {
     source?.close();
   };
   open();
-  return close; // for whoever looks at another run
+  return close; // to show another run
 }
 
 export class NeedsToken extends Error {}

@@ -5,7 +5,7 @@ import { clock, timeOfDay } from "./format.js";
 import { EVENTS, glyph } from "./states.js";
 import { rankColor } from "./colors.js";
 
-const MOST_LANES = 14;
+const MAX_LANES = 14;
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
 const ABOVE = new Set(["checkpoint", "begin", "end", "warning", "error"]);
 
@@ -21,20 +21,20 @@ export class Timeline {
     const width = this.node.parentElement.clientWidth;
     const start = Math.min(state.numbers.started ?? Infinity, ...state.events.map((e) => e.time));
     if (!width || !Number.isFinite(start)) return;
-    // Only where somebody trains does time go on; of one who fell silent the bar ends where it was heard last.
+    // Extend only the bars of workers in state training; the bar of a silent worker ends at its last row.
     const ended = !["starting", "training"].includes(state.status);
     const heard = state.machines.map((m) => m.heard ?? start);
     const last = Math.max(start + 1, ...state.events.map((e) => e.time), ...state.machines.flatMap((m) => m.spans.flat()), ...heard);
     const end = ended ? last : Math.max(last, state.time);
     const left = width < 520 ? 66 : 84;
     const x = (time) => left + ((time - start) / (end - start)) * (width - left - 14);
-    const shown = state.machines.slice(0, MOST_LANES);
+    const shown = state.machines.slice(0, MAX_LANES);
     const lane = shown.length > 6 ? 20 : 26;
     const height = 34 + shown.length * lane + 22;
     attr(this.node, "viewBox", `0 0 ${width} ${height}`);
     attr(this.node, "width", width);
     attr(this.node, "height", height);
-    attr(this.node, "aria-label", `Time line of ${clock(end - start)} with ${state.events.length} events; the list beside it has them in words`);
+    attr(this.node, "aria-label", `Timeline of ${clock(end - start)} with ${state.events.length} events; the list beside it has them in words`);
 
     const parts = [...this.axis(start, end, x, width, height)];
     const lanes = new Map(shown.map((machine, i) => [machine.rank, 34 + i * lane]));

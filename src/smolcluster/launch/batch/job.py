@@ -80,12 +80,12 @@ def plan_job(
     sources, overrides = sources or (), override or ()
     workers_per_node = workers_per_node if workers_per_node is not None else max(1, gpus)
     _check_counts(nodes=nodes, workers=workers_per_node, gpus=gpus, cpus=cpus)
-    wish = None if elastic is None else _elastic(elastic, nodes=nodes, workers_per_node=workers_per_node)
+    elastic_range = None if elastic is None else _elastic(elastic, nodes=nodes, workers_per_node=workers_per_node)
     _check_cluster(load_config([s for s in sources if not is_task(s)], overrides=overrides))
     sets = sets_of(strategy=strategy, workers=nodes * workers_per_node, plane=plane, steps=steps, seed=seed)
     prepared = prepare(sources, overrides=overrides, sets=sets, backend=backend, lead=False)
     config = prepared.config
-    if wish is not None:
+    if elastic_range is not None:
         check_restartable(config, prepared.plane)
     job = BatchJob(
         name=name or re.sub(r"[^a-z0-9]+", "-", f"{task_name(config)}-{config.strategy.name}".lower()).strip("-"),
@@ -103,7 +103,7 @@ def plan_job(
         cpus_per_worker=cpus,
         memory_bytes=None if memory is None else parse_size(memory, what="--memory"),
         time_limit_s=None if time is None else parse_time(time),
-        elastic=wish,
+        elastic=elastic_range,
     )
     check_name(job.name)
     check_fit(job)
@@ -159,13 +159,13 @@ def _check_counts(*, nodes: int, workers: int, gpus: int, cpus: int | None) -> N
 
 
 def _elastic(text: str, *, nodes: int, workers_per_node: int) -> ElasticRange:
-    wish = parse_elastic(text, workers=workers_per_node, endpoint=f"first:{RENDEZVOUS_PORT}")
-    if wish.max_workers != nodes * workers_per_node:
+    elastic_range = parse_elastic(text, workers=workers_per_node, endpoint=f"first:{RENDEZVOUS_PORT}")
+    if elastic_range.max_workers != nodes * workers_per_node:
         raise UserError(
             f"--elastic {text}: the job has {nodes * workers_per_node} workers; use "
-            f"--elastic {min(wish.min_workers, nodes * workers_per_node)}:{nodes * workers_per_node}, or other --nodes"
+            f"--elastic {min(elastic_range.min_workers, nodes * workers_per_node)}:{nodes * workers_per_node}, or other --nodes"
         )
-    return wish
+    return elastic_range
 
 
 def _check_cluster(config: Config) -> None:

@@ -24,7 +24,7 @@ from smolcluster.launch.batch.text import mebibytes, slurm_time
 from smolcluster.launch.environment import FIRST_PORT, NUM_PORTS
 
 GRACE_S = 120  # before the time limit
-OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders local to each node
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders local to each node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class SlurmSettings:
     requeue: bool = True
     grace_s: int | None = None
     token_file: Path | None = None
-    shared: tuple[Path, ...] = ()  # folders below OF_A_NODE that all nodes see
+    shared: tuple[Path, ...] = ()  # folders below NODE_LOCAL that all nodes see
 
 
 def check(job: BatchJob, settings: SlurmSettings, *, resume: bool = False) -> None:
@@ -56,8 +56,8 @@ def check(job: BatchJob, settings: SlurmSettings, *, resume: bool = False) -> No
         data = job.config.data
         paths = [("CONFIG", source) for source in job.sources if source.startswith("/")]
         paths += [("--run-dir", str(settings.run_dir)), ("--token-file", str(settings.token_file or ""))]
-        said = {"data.root": data.root, "data.tokenizer_root": data.tokenizer_root}
-        paths += [(key, str(Path(path).absolute())) for key, path in said.items() if path]
+        folders = {"data.root": data.root, "data.tokenizer_root": data.tokenizer_root}
+        paths += [(key, str(Path(path).absolute())) for key, path in folders.items() if path]
         for what, path in paths:
             _check_shared(what, path, settings.shared)
     if settings.token_file is not None:
@@ -76,7 +76,7 @@ def _check_shared(what: str, path: str, shared: tuple[Path, ...]) -> None:
     def below(folder: str | Path) -> bool:
         return PurePath(path).is_relative_to(folder)
 
-    local = next((folder for folder in OF_A_NODE if path and below(folder)), None)
+    local = next((folder for folder in NODE_LOCAL if path and below(folder)), None)
     if local is not None and not any(map(below, shared)):
         raise UserError(
             f"{what} {path}: {local} is local to each node; move it to a shared folder, or give --shared "
@@ -95,9 +95,9 @@ def render(job: BatchJob, settings: SlurmSettings) -> str:
 
 
 def _check_lines(job: BatchJob, settings: SlurmSettings) -> None:
-    said = {"--partition": settings.partition, "--account": settings.account}
-    said |= {"--qos": settings.qos, "--constraint": settings.constraint}
-    for option, value in said.items():
+    names = {"--partition": settings.partition, "--account": settings.account}
+    names |= {"--qos": settings.qos, "--constraint": settings.constraint}
+    for option, value in names.items():
         if value is not None and (not value or value.startswith("-") or any(c.isspace() for c in value)):
             raise UserError(f"{option} '{value}' is not a name")
     for option in settings.options:
@@ -137,7 +137,7 @@ def _options(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
 
 def _opening(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
     yield f"# {job.summary}; written by `smolcluster slurm`."
-    yield "# Submit it again to go on with a run that was stopped."
+    yield "# Submit it again to resume a run that was stopped."
     yield ""
     yield from settings.setup  # before `set -euo pipefail`, which site scripts may not survive
     yield "set -euo pipefail"
@@ -145,21 +145,21 @@ def _opening(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
     yield f"run_dir={shlex.quote(str(settings.run_dir))}"
     yield f"python={shlex.quote(settings.python)}"
     yield 'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"'
-    yield "# A run that was stopped goes on from what it saved. One that was ended before it saved begins anew."
+    yield "# A stopped run resumes from its last checkpoint; without one it starts from step 0."
     yield f'arguments=({_arguments(job)} --run-dir "$run_dir" --resume auto)'
 
 
 def _arguments(job: BatchJob) -> str:
     """Return the arguments of `train` or `server`: the user's, and the number of workers."""
-    words = ["server" if job.plane == "elastic" else "train", *job.sources]
-    said = {"--strategy": job.strategy, "--steps": job.steps, "--seed": job.seed, "--backend": job.backend}
-    for flag, value in said.items():
+    args = ["server" if job.plane == "elastic" else "train", *job.sources]
+    given = {"--strategy": job.strategy, "--steps": job.steps, "--seed": job.seed, "--backend": job.backend}
+    for flag, value in given.items():
         if value is not None:
-            words += [flag, str(value)]
-    words += ["--workers", str(job.workers)]
+            args += [flag, str(value)]
+    args += ["--workers", str(job.workers)]
     if job.overrides:
-        words += ["--override", *job.overrides]
-    return shlex.join(words)
+        args += ["--override", *job.overrides]
+    return shlex.join(args)
 
 
 _STOPPED = """
@@ -179,11 +179,11 @@ trap : TERM
 
 def _srun(job: BatchJob) -> str:
     """Return the srun command. Ranks exit at different times; that must not end the others."""
-    words = ["srun", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
-    words += [f"--ntasks={job.workers}", f"--ntasks-per-node={job.workers_per_node}"]
+    args = ["srun", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
+    args += [f"--ntasks={job.workers}", f"--ntasks-per-node={job.workers_per_node}"]
     if job.cpus_per_worker is not None:
-        words.append(f"--cpus-per-task={job.cpus_per_worker}")
-    return " ".join(words)
+        args.append(f"--cpus-per-task={job.cpus_per_worker}")
+    return " ".join(args)
 
 
 def _ranks(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
@@ -195,13 +195,13 @@ def _ranks(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
 
 
 def _server_and_workers(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
-    yield "# The machines know each other by a token: the one in SMOLCLUSTER_TOKEN where that is exported, else"
+    yield "# Cluster token: SMOLCLUSTER_TOKEN if exported, else"
     if settings.token_file is not None:
         yield "# the one in this file."
         yield 'if [ -z "${SMOLCLUSTER_TOKEN:-}" ]; then'
         yield f"    export SMOLCLUSTER_TOKEN_FILE={shlex.quote(str(settings.token_file))}"
     else:
-        yield "# one that is made for this job alone, and that only its owner can read."
+        yield "# one made for this job, which only its owner can read."
         yield 'if [ -z "${SMOLCLUSTER_TOKEN:-}" ]; then'
         yield '    export SMOLCLUSTER_TOKEN_FILE="$run_dir-token-$SLURM_JOB_ID"'
         yield '    mkdir -p "$(dirname "$run_dir")"'
@@ -209,8 +209,8 @@ def _server_and_workers(job: BatchJob, settings: SlurmSettings) -> Iterator[str]
         yield "    trap 'rm -f \"$SMOLCLUSTER_TOKEN_FILE\"' EXIT"
     yield "fi"
     yield ""
-    said = job.config.cluster
-    port = said.port if "port" in said.model_fields_set else f"$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"
+    cluster = job.config.cluster
+    port = cluster.port if "port" in cluster.model_fields_set else f"$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"
     yield f"port={port}"
     yield '"$python" -m smolcluster "${arguments[@]}" --bind 0.0.0.0 --port "$port" &'
     yield "run=$!"
@@ -225,7 +225,7 @@ def _server_and_workers(job: BatchJob, settings: SlurmSettings) -> Iterator[str]
     yield ""
     yield (_STOPPED if settings.requeue else _STOPPED_FOR_GOOD).format(stop='kill -TERM "$run"')
     yield ""
-    yield "# The run is over when the server says so, or when all workers have been gone for a minute."
+    yield "# Wait until the server exits; stop it when no worker has run for a minute."
     yield "alone=0"
     yield 'while kill -0 "$run" 2>/dev/null; do'
     yield "    sleep 1 || :"
@@ -242,7 +242,7 @@ def _ending(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
     yield "status=0"
     yield 'wait "$run" || status=$?'
     if job.plane == "elastic":
-        yield "# Workers leave with their server. Those that never met it look for it still, and end with this script."
+        yield "# Workers exit with the server. Those that never connected are killed when this script exits."
         yield 'if [ "$status" = 0 ] || [ "$status" = 130 ]; then'
         yield '    for _ in {1..30}; do if kill -0 "$workers" 2>/dev/null; then sleep 1 || :; fi; done'
         yield "fi"

@@ -31,6 +31,6 @@ def call(command: Sequence[str], *, where: str, text: str | None = None) -> str:
         )
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
-        raise SmolclusterError(f"{command[0]} failed: {said}")
+        problem = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
+        raise SmolclusterError(f"{command[0]} failed: {problem}")
     return done.stdout.strip()

@@ -24,7 +24,7 @@ from smolcluster.launch.cluster.layout import CONFIG, TOKENIZER
 from smolcluster.launch.prepare import split_task
 
 PACKAGE = Path(__file__).resolve().parents[2]
-MOST_BYTES = 256 << 20  # of the user's files
+MAX_BYTES = 256 << 20  # of the user's files
 _LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "env", "node_modules", "runs", ".mypy_cache", ".ruff_cache"}
 
 
@@ -59,12 +59,12 @@ def pack_user_files(config: Config, base: Path, tokenizer: Mapping[str, bytes] |
         inside = base if task.is_relative_to(base) else task.parent
         found |= {path.relative_to(inside).as_posix(): path for path in _below(task.parent) if path.suffix == ".py"}
         config.task = f"{task.relative_to(inside).as_posix()}{name}"
-    for said in config.run.files:
-        found |= dict(_asked(said, base))
+    for name in config.run.files:
+        found |= dict(_user_files(name, base))
     total = sum(path.stat().st_size for path in found.values())
-    if total > MOST_BYTES:
+    if total > MAX_BYTES:
         raise UserError(
-            f"run.files: {total / 2**20:.0f} MiB exceed the limit of {MOST_BYTES >> 20} MiB: copy large data to the machines "
+            f"run.files: {total / 2**20:.0f} MiB exceed the limit of {MAX_BYTES >> 20} MiB: copy large data to the machines "
             "yourself, and set data.root"
         )
     contents = {name: path.read_bytes() for name, path in found.items()}
@@ -73,16 +73,16 @@ def pack_user_files(config: Config, base: Path, tokenizer: Mapping[str, bytes] |
     return PackedFiles(_pack(sorted(contents.items())))
 
 
-def _asked(said: str, base: Path) -> Iterator[tuple[str, Path]]:
-    path = (base / said).resolve()
+def _user_files(name: str, base: Path) -> Iterator[tuple[str, Path]]:
+    path = (base / name).resolve()
     if not path.is_relative_to(base):
-        raise UserError(f"run.files: {said} is not below {base}, the folder of the cluster file")
+        raise UserError(f"run.files: {name} is not below {base}, the folder of the cluster file")
     if path.is_file():
         yield path.relative_to(base).as_posix(), path
     elif path.is_dir():
         yield from ((file.relative_to(base).as_posix(), file) for file in _below(path))
     else:
-        raise UserError(f"run.files: {said}: no such file or folder in {base}")
+        raise UserError(f"run.files: {name}: no such file or folder in {base}")
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -3,7 +3,7 @@
     up      connect to all and inspect all; report every problem and stop before anything is changed
             send the package and the user's files, make missing environments, distribute the token
             start the lead, then the others; if one fails to start, stop those that did
-    down    ask the lead to save and end, then stop the others
+    down    ask the lead to save and exit, then stop the others
 
 The machines hold the state of what runs: this one may disconnect and come back.
 """
@@ -150,12 +150,14 @@ async def up(
     _check_same(deployment, facts)
     on_begin()
     mark = secrets.token_hex(8)
-    await on_all_hosts(hosts.values(), lambda host: host.ask("begin", mark=mark, **_location(host, layout)))
+    await on_all_hosts(hosts.values(), lambda host: host.call("begin", mark=mark, **_location(host, layout)))
     await on_all_hosts(hosts.values(), lambda host: _send(host, deployment, report))
     pythons = await on_all_hosts(hosts.values(), lambda host: _environment(host, deployment, report))
     if deployment.token is not None:
         secret = deployment.token.encode()
-        await on_all_hosts(hosts.values(), lambda host: host.ask("keep_secret", data=secret, **_location(host, layout)))
+        await on_all_hosts(
+            hosts.values(), lambda host: host.call("keep_secret", data=secret, **_location(host, layout))
+        )
     begun: dict[str, list[str]] = {}
     try:
         for first in (True, False):
@@ -181,7 +183,7 @@ async def look(host: Host, layout: ClusterLayout, deployment: Deployment | None 
     needs = None if deployment is None else wanted(host, deployment.requirements)
     listens = list(layout.listens) if layout.lead.host == host.name else None
     asked = time.time()
-    found: dict[str, Any] = await host.ask("look", listens=listens, wanted=needs, **_location(host, layout))
+    found: dict[str, Any] = await host.call("look", listens=listens, wanted=needs, **_location(host, layout))
     return found | {"asked": asked, "answered": time.time()}
 
 
@@ -250,16 +252,16 @@ def _duration(seconds: float) -> str:
 
 async def _send(host: Host, deployment: Deployment, report: Report) -> None:
     place = f"code/{deployment.package.key}"
-    (there,) = await host.ask("has", folder=host.machine.folder, places=[f"{place}/smolcluster/__init__.py"])
-    if not there:
+    (installed,) = await host.call("has", folder=host.machine.folder, places=[f"{place}/smolcluster/__init__.py"])
+    if not installed:
         report(host.name, f"sending smolcluster, {len(deployment.package.data) >> 10} KiB")
-        await host.ask("unpack", folder=host.machine.folder, place=place, fresh=True, data=deployment.package.data)
+        await host.call("unpack", folder=host.machine.folder, place=place, fresh=True, data=deployment.package.data)
     home = f"clusters/{deployment.layout.name}"
-    await host.ask("unpack", folder=host.machine.folder, place=home, data=deployment.files.data)
+    await host.call("unpack", folder=host.machine.folder, place=home, data=deployment.files.data)
 
 
 async def _environment(host: Host, deployment: Deployment, report: Report) -> str:
-    made = await host.ask(
+    made = await host.call(
         "environment",
         on_line=lambda line: report(host.name, line),
         folder=host.machine.folder,
@@ -283,7 +285,7 @@ async def _start(host: Host, deployment: Deployment, python: str, chosen: list[C
         for process in chosen
         if process.host == host.name
     ]
-    begun: list[str] = await host.ask(
+    begun: list[str] = await host.call(
         "start",
         processes=processes,
         python=python,
@@ -301,7 +303,7 @@ async def _roll_back(hosts: Mapping[str, Host], layout: ClusterLayout, mark: str
 
     async def end(host: Host) -> None:
         with contextlib.suppress(HostError):
-            await host.ask("stop", mark=mark, now=True, within_s=10.0, **_location(host, layout))
+            await host.call("stop", mark=mark, now=True, within_s=10.0, **_location(host, layout))
 
     await asyncio.gather(*map(end, hosts.values()))
 
@@ -311,7 +313,7 @@ async def _roll_back(hosts: Mapping[str, Host], layout: ClusterLayout, mark: str
 
 async def states(cluster: ClusterLayout | ClusterRecord, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any]]:
     """Return the keeper's state and the host of every process, by name."""
-    found = await on_all_hosts(hosts.values(), lambda host: host.ask("states", **_location(host, cluster)))
+    found = await on_all_hosts(hosts.values(), lambda host: host.call("states", **_location(host, cluster)))
     return {
         process: state | {"host": name} for name, processes in found.items() for process, state in processes.items()
     }
@@ -325,8 +327,8 @@ async def progress(cluster: ClusterRecord, hosts: Mapping[str, Host]) -> dict[st
     base = f"clusters/{cluster.name}/runs/{cluster.run}"
     async with host.agent() as agent:
         folder = host.machine.folder
-        summary = await agent.ask("read", folder=folder, place=f"{base}/summary.json")
-        rows = await agent.ask("tail", folder=folder, place=f"{base}/metrics.jsonl")
+        summary = await agent.call("read", folder=folder, place=f"{base}/summary.json")
+        rows = await agent.call("tail", folder=folder, place=f"{base}/metrics.jsonl")
     found: dict[str, Any] = {}
     # A diverged loss is stored as the string "nan"; `restore` makes it a float again.
     with contextlib.suppress(ValueError, TypeError, AttributeError, IndexError):
@@ -360,11 +362,13 @@ async def follow(
                         report(name, "reconnected")
                         cut_off = False
                     where = _location(host, cluster)
-                    async for said in agent.talk("follow", processes=processes, past=past, on=on, at=read, **where):
-                        if "line" in said:
-                            show(name, said["process"], said["line"])
-                        if "at" in said:
-                            read[said["process"]] = said["at"]
+                    async for update in agent.stream_call(
+                        "follow", processes=processes, past=past, on=on, at=read, **where
+                    ):
+                        if "line" in update:
+                            show(name, update["process"], update["line"])
+                        if "at" in update:
+                            read[update["process"]] = update["at"]
                     return
             except HostError as error:
                 if not on:
@@ -386,18 +390,18 @@ async def down(cluster: ClusterRecord, hosts: Mapping[str, Host], *, now: bool, 
     stopped: dict[str, list[str]] = {}
 
     async def end(host: Host, processes: list[str] | None) -> None:
-        done = await host.ask(
+        done = await host.call(
             "stop", processes=processes, now=now, within_s=10.0 if now else 90.0, **_location(host, cluster)
         )
         stopped.setdefault(host.name, []).extend(done["stopped"])
         if done["killed"]:
-            report(host.name, f"did not end in time and was killed: {', '.join(done['killed'])}")
+            report(host.name, f"did not exit in time; killed: {', '.join(done['killed'])}")
 
     if lead in hosts:
-        states = await hosts[lead].ask("states", **_location(hosts[lead], cluster))
+        states = await hosts[lead].call("states", **_location(hosts[lead], cluster))
         if states.get(cluster.lead, {}).get("alive"):
-            ends = "end" if cluster.lead == "front" else "save and end"
-            report(lead, f"ending {cluster.lead}" if now else f"asking {cluster.lead} to {ends}")
+            how = "exit" if cluster.lead == "front" else "save and exit"
+            report(lead, f"stopping {cluster.lead}" if now else f"asking {cluster.lead} to {how}")
         await end(hosts[lead], [cluster.lead])
     await on_all_hosts(hosts.values(), lambda host: end(host, None))
     return {name: sorted(set(processes)) for name, processes in stopped.items()}

@@ -75,10 +75,10 @@ class Host:
         finally:
             await agent.close()
 
-    async def ask(self, op: str, **said: Any) -> Any:
-        """Ask a fresh agent, as `Agent.ask` does."""
+    async def call(self, op: str, **arguments: Any) -> Any:
+        """Call an operation of a fresh agent, as `Agent.call` does."""
         async with self.agent() as agent:
-            return await agent.ask(op, **said)
+            return await agent.call(op, **arguments)
 
     async def close(self) -> None:
         if self.connection is not None:
@@ -88,16 +88,16 @@ class Host:
 
     async def _start_agent(self) -> Agent:
         tried = [self.python] if self.python is not None else list(_PYTHONS)
-        words = old = ""
+        problem = old = ""
         for python in tried:
             try:
                 stream = await self._run(python)
             except OSError as error:
-                words = words or error.strerror or str(error)
+                problem = problem or error.strerror or str(error)
                 continue
             version, greeting = await _first_line(stream)
             if version is None:
-                words = words or await stream.complaint() or greeting
+                problem = problem or await stream.stderr() or greeting
                 continue
             if version < OLDEST_PYTHON:
                 await stream.close()
@@ -107,14 +107,15 @@ class Host:
             agent = Agent(self, stream)
             await agent.boot()
             return agent
-        raise self._no_python(old or words)
+        raise self._no_python(old or problem)
 
-    def _no_python(self, words: str) -> HostError:
+    def _no_python(self, problem: str) -> HostError:
         need = ".".join(map(str, OLDEST_PYTHON))
-        if " is Python " in words:
-            what = f"{words} there, and {need} or newer is needed"
+        if " is Python " in problem:
+            what = f"{problem} there, and {need} or newer is needed"
         else:
-            what = f"there is no Python ({self.python or 'python3'}): {words.splitlines()[0][:200] if words else 'no answer'}"
+            first = problem.splitlines()[0][:200] if problem else "no answer"
+            what = f"there is no Python ({self.python or 'python3'}): {first}"
         remedy = f"install Python {need} there, or name one as hosts.{self.name}.python in the cluster file"
         return HostError(self.name, what, remedy, layer="python")
 
@@ -129,14 +130,14 @@ class Host:
             )
         import asyncssh
 
-        line = f'{_word(python)} -u -c "{_BOOT}"'
+        line = f'{_quote(python)} -u -c "{_BOOT}"'
         try:
             return _SshStream(await self.connection.create_process(line, encoding=None, window=1 << 22))
         except (OSError, asyncssh.Error) as error:
             raise HostError(self.name, f"the connection was lost: {error}", layer="route") from error
 
 
-def _word(python: str) -> str:
+def _quote(python: str) -> str:
     """Quote a path for an unknown shell, only where needed."""
     if "\\" in python:  # of Windows
         return f'"{python}"' if " " in python else python
@@ -189,20 +190,22 @@ class Agent:
         ).encode()
         await self._stream.send(b"%d\n" % len(text) + text)
 
-    async def ask(
-        self, op: str, *, on_line: Callable[[str], None] | None = None, data: bytes | None = None, **said: Any
+    async def call(
+        self, op: str, *, on_line: Callable[[str], None] | None = None, data: bytes | None = None, **arguments: Any
     ) -> Any:
         """Send a request and return its result. `on_line` is called with each line of progress."""
-        async for answer in self.talk(op, data=data, **said):
+        async for answer in self.stream_call(op, data=data, **arguments):
             if "say" in answer and on_line is not None:
                 on_line(answer["say"])
             if "result" in answer:
                 return answer["result"]
         raise await self._lost(op)
 
-    async def talk(self, op: str, *, data: bytes | None = None, **said: Any) -> AsyncIterator[dict[str, Any]]:
+    async def stream_call(
+        self, op: str, *, data: bytes | None = None, **arguments: Any
+    ) -> AsyncIterator[dict[str, Any]]:
         """Send a request and yield all its replies."""
-        request = {"op": op, **said, **({} if data is None else {"bytes": len(data)})}
+        request = {"op": op, **arguments, **({} if data is None else {"bytes": len(data)})}
         try:
             await self._stream.send(json.dumps(request).encode() + b"\n" + (data or b""))
             while line := await self._stream.line():
@@ -217,9 +220,9 @@ class Agent:
         raise await self._lost(op)
 
     async def _lost(self, op: str, why: str = "") -> HostError:
-        said = await self._stream.complaint() or why
-        words = [line for line in said.splitlines() if line.strip()]
-        reason = words[-1][:300] if words else "the connection was lost"
+        text = await self._stream.stderr() or why
+        lines = [line for line in text.splitlines() if line.strip()]
+        reason = lines[-1][:300] if lines else "the connection was lost"
         return HostError(self._host.name, f"no answer to '{op}': {reason}", layer="route")
 
     async def close(self) -> None:
@@ -244,12 +247,12 @@ class Stream:
             line: bytes = await self._process.stdout.readline()
             return line
 
-    async def complaint(self) -> str:
+    async def stderr(self) -> str:
         """Return its standard error, once it has ended."""
-        said = b""
+        text = b""
         with contextlib.suppress(TimeoutError, OSError), self._as_oserror():
-            said = await asyncio.wait_for(self._process.stderr.read(), 2.0)
-        return bytes(said).decode("utf-8", "replace")
+            text = await asyncio.wait_for(self._process.stderr.read(), 2.0)
+        return bytes(text).decode("utf-8", "replace")
 
     async def close(self) -> None:
         self._process.stdin.close()
@@ -299,13 +302,13 @@ async def connect(machine: ClusterMachine, *, through: Host | None = None, accep
         "keepalive_interval": 5,
         "keepalive_count_max": 3,
     }
-    said = {
+    given = {
         "port": machine.port,
         "username": machine.user,
         "client_keys": None if machine.key is None else [_full_path(machine.key)],
         "tunnel": None if through is None else through.connection,
     }
-    options |= {name: value for name, value in said.items() if value is not None}
+    options |= {name: value for name, value in given.items() if value is not None}
     with _known_hosts_file(machine, "read"):
         known = KnownHosts(accept_new=accept_new)
     try:

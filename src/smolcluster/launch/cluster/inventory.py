@@ -24,7 +24,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.launch.cluster import control
 from smolcluster.launch.cluster.layout import LOCAL, ClusterMachine
 
-MOST_HOSTS = 64
+MAX_HOSTS = 64
 _ONLY_SSH = ("proxycommand", "hostkeyalias")
 
 
@@ -39,26 +39,33 @@ class FoundMachine:
 def find_machines(
     ssh_config: Path | None, *, accept_new: bool = False, report: Callable[[str], None]
 ) -> list[FoundMachine]:
-    here = socket.gethostname().partition(".")[0] or "here"
+    own_name = socket.gethostname().partition(".")[0] or "here"
     known: dict[str, ClusterMachine] = {}
     with contextlib.suppress(OSError):
         text = (ssh_config or Path("~/.ssh/config").expanduser()).read_text(encoding="utf-8", errors="replace")
         known = machines_of_ssh(text)
-    machines = {here: ClusterMachine(name=here, address=LOCAL)} | {n: m for n, m in known.items() if n != here}
-    twice = _twice(machines)
+    machines = {own_name: ClusterMachine(name=own_name, address=LOCAL)} | {
+        n: m for n, m in known.items() if n != own_name
+    }
+    aliases = _aliases(machines)
     offers = _offers()
-    report(f"looking at {len(machines) - len(twice)} machine(s), and {len(offers)} that offer themselves")
-    asked = {name: machine for name, machine in machines.items() if name not in twice}
+    more = f"; {len(offers)} more running `smolcluster join`" if offers else ""
+    report(f"probing {len(machines) - len(aliases)} machine(s){more}")
+    asked = {name: machine for name, machine in machines.items() if name not in aliases}
     answers = asyncio.run(_ask(asked, accept_new=accept_new))
     found = [
-        FoundMachine(name, entry_of(machines, name), *answers.get(name, ({}, f"the same machine as {twice.get(name)}")))
+        FoundMachine(
+            name, entry_of(machines, name), *answers.get(name, ({}, f"the same machine as {aliases.get(name)}"))
+        )
         for name in machines
     ]
     for offer in offers:
         if offer.name not in machines:
             facts = {"system": offer.system, "machine": ""}
             entry = {"address": offer.addresses[0]}
-            found.append(FoundMachine(offer.name, entry, facts, "it offers itself: smolcluster cluster accept"))
+            found.append(
+                FoundMachine(offer.name, entry, facts, "running `join`; accept it with `smolcluster cluster accept`")
+            )
     for machine in found:
         report(f"{machine.name}: {machine.problem or _describe(machine.facts)}")
     return found
@@ -70,30 +77,30 @@ def find_machines(
 def hosts_of_ssh(text: str) -> list[str]:
     """Return the hosts of an ssh configuration, without patterns."""
     names: list[str] = []
-    for key, words in _lines(text):
-        for name in words if key == "host" else ():
+    for key, values in _lines(text):
+        for name in values if key == "host" else ():
             if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) and name not in names:
                 names.append(name)
-    return names[:MOST_HOSTS]
+    return names[:MAX_HOSTS]
 
 
-def ssh_says(text: str, name: str) -> dict[str, str]:
+def ssh_options(text: str, name: str) -> dict[str, str]:
     """Return the options of one host: the first value of each key, as ssh does. `Match` and `Include` are ignored."""
-    said: dict[str, str] = {}
+    options: dict[str, str] = {}
     applies = True
-    for key, words in _lines(text):
+    for key, values in _lines(text):
         if key == "host":
-            here = [word for word in words if fnmatch.fnmatchcase(name, word.removeprefix("!"))]
-            applies = bool(here) and not any(word.startswith("!") for word in here)
+            matching = [word for word in values if fnmatch.fnmatchcase(name, word.removeprefix("!"))]
+            applies = bool(matching) and not any(word.startswith("!") for word in matching)
         elif key == "match":
             applies = False
-        elif applies and words:
-            said.setdefault(key, words[0] if key != "proxycommand" else " ".join(words))
-    return said
+        elif applies and values:
+            options.setdefault(key, values[0] if key != "proxycommand" else " ".join(values))
+    return options
 
 
 def _lines(text: str) -> list[tuple[str, list[str]]]:
-    """Parse the lines into lower-case keys and their words, without quotes."""
+    """Parse the lines into lower-case keys and their values, without quotes."""
     matches = (re.match(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.+)", line) for line in text.splitlines())
     return [
         (match[1].lower(), [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', match[2])])
@@ -104,22 +111,22 @@ def _lines(text: str) -> list[tuple[str, list[str]]]:
 
 def machines_of_ssh(text: str) -> dict[str, ClusterMachine]:
     """Return the hosts of an ssh configuration, each with its resolved address."""
-    said = {name: ssh_says(text, name) for name in hosts_of_ssh(text)}
-    asked = {name: words.get("proxyjump", "none") for name, words in said.items()}
-    jumps = {name: None if jump in ("none", name) else jump for name, jump in asked.items()}
-    return {name: _machine(name, words, jumps) for name, words in said.items()}
+    hosts = {name: ssh_options(text, name) for name in hosts_of_ssh(text)}
+    given = {name: options.get("proxyjump", "none") for name, options in hosts.items()}
+    jumps = {name: None if jump in ("none", name) else jump for name, jump in given.items()}
+    return {name: _machine(name, options, jumps) for name, options in hosts.items()}
 
 
-def _machine(name: str, said: Mapping[str, str], jumps: Mapping[str, str | None]) -> ClusterMachine:
-    if not _listed(name, jumps) or any(key in said for key in _ONLY_SSH):
+def _machine(name: str, options: Mapping[str, str], jumps: Mapping[str, str | None]) -> ClusterMachine:
+    if not _listed(name, jumps) or any(key in options for key in _ONLY_SSH):
         return ClusterMachine(name=name, address=name)
-    port = said.get("port", "")
+    port = options.get("port", "")
     return ClusterMachine(
         name=name,
-        address=said.get("hostname", name).replace("%h", name),
+        address=options.get("hostname", name).replace("%h", name),
         port=int(port) if port.isdecimal() else None,
-        user=said.get("user"),
-        key=said.get("identityfile"),
+        user=options.get("user"),
+        key=options.get("identityfile"),
         via=jumps[name],
     )
 
@@ -134,7 +141,7 @@ def _listed(name: str, jumps: Mapping[str, str | None]) -> bool:
     return passed[-1] in jumps
 
 
-def _twice(machines: Mapping[str, ClusterMachine]) -> dict[str, str]:
+def _aliases(machines: Mapping[str, ClusterMachine]) -> dict[str, str]:
     """Return aliases of machines that an earlier name has, with that name."""
     first: dict[tuple[str, int | None, str | None], str] = {}
     places = {name: (machine.address, machine.port, machine.via) for name, machine in machines.items()}
@@ -161,7 +168,7 @@ async def _ask(machines: Mapping[str, ClusterMachine], *, accept_new: bool) -> d
             try:
                 if name in problems:
                     raise problems[name]
-                found[name] = await hosts[name].ask("look", folder=machine.folder, name="none"), ""
+                found[name] = await hosts[name].call("look", folder=machine.folder, name="none"), ""
             except SmolclusterError as error:
                 found[name] = {}, str(error).removeprefix(f"{name}: ")
     return found
@@ -177,10 +184,10 @@ def entry_of(machines: Mapping[str, ClusterMachine], name: str) -> dict[str, Any
         return {"address": LOCAL}
     entry = {} if machine == ClusterMachine(name=name, address=name) else {"address": machine.address}
     entry |= {key: value for key in ("port", "user", "key", "via") if (value := getattr(machine, key)) is not None}
-    return entry | {"server_address": _mine(list(control.jump_chain(machines, name).values())[-1])}
+    return entry | {"server_address": _own_address(list(control.jump_chain(machines, name).values())[-1])}
 
 
-def _mine(first: ClusterMachine) -> str:
+def _own_address(first: ClusterMachine) -> str:
     """Return this machine's address on the connection to `first`."""
     from smolcluster.launch.join.discovery import own_addresses
 

@@ -25,9 +25,9 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LOOK_S = 0.1  # polling interval for the stop file
+POLL_S = 0.1  # polling interval for the stop file
 STEADY_S = 60.0  # a process that lived so long resets the count of deaths
-MOST_DEATHS = 10  # in a row
+MAX_DEATHS = 10  # in a row
 LONGEST_WAIT_S = 30.0  # before a restart
 LOG_BYTES = 16 << 20
 LINE_BYTES = 1 << 16  # longer lines are split
@@ -57,7 +57,7 @@ class Keeper:
         deaths = 0
         while True:
             began = time.monotonic()
-            status = self._live(again=self.state["restarts"] > 0)
+            status = self._run_once(again=self.state["restarts"] > 0)
             if self._stop_wanted():
                 return self._end("stopped", status)
             if status in (DONE, USER_ERROR, INTERRUPTED) or not self.order["restart"]:
@@ -65,26 +65,26 @@ class Keeper:
                     "finished" if status == DONE else "stopped" if status == INTERRUPTED else "failed", status
                 )
             deaths = 1 if time.monotonic() - began > STEADY_S else deaths + 1
-            if deaths >= MOST_DEATHS:
+            if deaths >= MAX_DEATHS:
                 self._say(f"died {deaths} times in a row; not restarting it")
                 return self._end("failed", status)
             wait_s = min(LONGEST_WAIT_S, 0.25 * 2**deaths)
             self._say(f"ended with status {status}; restarting it in {wait_s:g} s")
-            self._tell("waiting", status=status)
+            self._write_state("waiting", status=status)
             until = time.monotonic() + wait_s
             while time.monotonic() < until:
                 if self._stop_wanted():
                     return self._end("stopped", status)
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
             self.state["restarts"] += 1
 
-    def _live(self, *, again: bool) -> int:
+    def _run_once(self, *, again: bool) -> int:
         """Run the process once. Return its exit status."""
         argv = self.order["again"] if again and self.order.get("again") else self.order["argv"]
         environment = {**os.environ, **self.order["environment"]}
-        apart: dict[str, Any] = {"start_new_session": True}
+        new_session: dict[str, Any] = {"start_new_session": True}
         if sys.platform == "win32":
-            apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+            new_session = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
         try:
             self.child = subprocess.Popen(
                 argv,
@@ -93,14 +93,14 @@ class Keeper:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                **apart,
+                **new_session,
             )
         except OSError as error:
             self._say(f"cannot be started: {error}")
             return USER_ERROR
         assert self.child.stdout is not None
         pid = self.child.pid
-        self._tell("running", pid=pid, identity=identity(pid), started=time.time(), status=None)
+        self._write_state("running", pid=pid, identity=identity(pid), started=time.time(), status=None)
         reader = threading.Thread(target=self._copy, args=(self.child.stdout,), daemon=True)
         reader.start()
         self._wait(self.child)
@@ -116,12 +116,12 @@ class Keeper:
             now = self._stop_wanted()
             if now is not None and asked is None:
                 asked = time.monotonic()
-                self._tell("stopping")
+                self._write_state("stopping")
                 _ask_to_end(child)
             if asked is not None and (now == "now" or time.monotonic() - asked > self.order["grace_s"]):
                 kill(child.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(LOOK_S)
+                child.wait(POLL_S)
 
     def _stop_wanted(self) -> str | None:
         """Return None, or how to stop: "" to save first, "now" to kill."""
@@ -155,10 +155,10 @@ class Keeper:
             sys.stdout.buffer.flush()
 
     def _end(self, state: str, status: int) -> int:
-        self._tell(state, pid=None, status=status)
+        self._write_state(state, pid=None, status=status)
         return status
 
-    def _tell(self, state: str, **fields: Any) -> None:
+    def _write_state(self, state: str, **fields: Any) -> None:
         self.state |= {"state": state, "updated": time.time(), **fields}
         fresh = self.folder / "state.json.new"
         with contextlib.suppress(OSError):

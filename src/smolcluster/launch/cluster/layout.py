@@ -106,10 +106,10 @@ def plan_layout(config: Config, *, name: str, run: str) -> ClusterLayout:
         raise UserError("no host has a worker: set workers: 1 for a host, or list hosts as workers")
     if config.run.elastic is not None:
         parse_elastic(config.run.elastic, endpoint=f"lead:{MESH_PORT}")  # raises UserError
-    here = [host for host, section in hosts.items() if section.address == LOCAL]
-    if len(here) > 1:
+    local = [host for host, section in hosts.items() if section.address == LOCAL]
+    if len(local) > 1:
         raise UserError(
-            f"cluster.hosts: {' and '.join(here)} are both this machine (address: local); keep one, with more workers"
+            f"cluster.hosts: {' and '.join(local)} are both this machine (address: local); keep one, with more workers"
         )
     if config.strategy.name == ALONE and len(workers) > 1 and config.run.serve is None:
         raise UserError(
@@ -178,9 +178,11 @@ def _for_processes(config: Config, hosts: Mapping[str, HostConfig], workers: lis
     cluster = config.cluster
     cluster.workers, cluster.num_workers, cluster.host_ip = workers, len(workers), {}
     if not isinstance(cluster.batch_size, str):
-        own = {host: said.batch_size for host, said in hosts.items() if said.batch_size is not None and host in workers}
+        sizes = {host: options.batch_size for host, options in hosts.items()}
+        own = {host: size for host, size in sizes.items() if size is not None and host in workers}
         cluster.batch_size = {**{h: s for h, s in cluster.batch_size.items() if h in workers}, **own}
-    cluster.buffer_size = {host: said.buffer_size for host, said in hosts.items() if said.buffer_size is not None}
+    buffers = {host: options.buffer_size for host, options in hosts.items()}
+    cluster.buffer_size = {host: size for host, size in buffers.items() if size is not None}
     return config
 
 
@@ -194,9 +196,9 @@ def _lead(config: Config, hosts: Mapping[str, HostConfig], workers: list[str], p
 
 def _server_address(host: str, lead: str, hosts: Mapping[str, HostConfig], paths: list[NetworkPath]) -> str:
     """Return the lead's address as this host sees it."""
-    said = hosts[host].server_address
-    if said is not None:
-        return said
+    given = hosts[host].server_address
+    if given is not None:
+        return given
     path = next((path for path in paths if path.source == host), None)
     if path is not None:
         return path.address

@@ -60,8 +60,8 @@ class _Copying:
         """Wait until every machine is copied or has failed."""
         self._all_said.wait(FIRST_S)
         if not self._looked:
-            words = "; ".join(f"{name}: {why}" for name, why in self._problems.items())
-            raise UserError(f"no machine of {self._cluster.name} could be read: {words or 'no answer'}")
+            reasons = "; ".join(f"{name}: {why}" for name, why in self._problems.items())
+            raise UserError(f"no machine of {self._cluster.name} could be read: {reasons or 'no answer'}")
 
     def stop(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -84,7 +84,7 @@ class _Copying:
             try:
                 async with connected_agent(self._cluster.machines, name) as (host, agent):
                     where: dict[str, Any] = {"folder": host.machine.folder, "name": self._cluster.name}
-                    async for update in agent.talk("copy", run=self._cluster.run, have=self._have(), **where):
+                    async for update in agent.stream_call("copy", run=self._cluster.run, have=self._have(), **where):
                         if "file" in update:
                             with writable(self._folder):
                                 put(self._folder, update)

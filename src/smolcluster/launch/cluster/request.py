@@ -70,16 +70,16 @@ class UpArguments:
             folder=Path(self.folder),
         )
 
-    def after(self, before: UpArguments) -> UpArguments:
+    def merged_over(self, previous: UpArguments) -> UpArguments:
         """Return the earlier arguments, overridden by these."""
         return UpArguments(
-            file=before.file if self.file is None else str(Path(self.folder, self.file)),
-            folder=self.folder if self.train else before.folder,
-            train=self.train or before.train,
-            overrides=[*before.overrides, *self.overrides],
-            strategy=self.strategy or before.strategy,
-            steps=self.steps or before.steps,
-            workers=self.workers or before.workers,
+            file=previous.file if self.file is None else str(Path(self.folder, self.file)),
+            folder=self.folder if self.train else previous.folder,
+            train=self.train or previous.train,
+            overrides=[*previous.overrides, *self.overrides],
+            strategy=self.strategy or previous.strategy,
+            steps=self.steps or previous.steps,
+            workers=self.workers or previous.workers,
         )
 
     def record(self) -> dict[str, Any]:
@@ -110,14 +110,14 @@ def read_cluster(
     folder = folder or Path.cwd()
     if file is None:
         base, own = folder, []
-        here = socket.gethostname().partition(".")[0] or "here"
-        sets["cluster.hosts"] = {here: {"address": LOCAL, "workers": local_workers or 2}}
+        own_name = socket.gethostname().partition(".")[0] or "here"
+        sets["cluster.hosts"] = {own_name: {"address": LOCAL, "workers": local_workers or 2}}
     else:
         if not file.is_file():
             raise UserError(f"{file}: no such file; `smolcluster cluster init` writes one")
         base, own = file.resolve().parent, [str(file)]
-    said = train or load_config(own, overrides=overrides, sets=sets).run.train
-    below, task = _sources([said] if isinstance(said, str) else said, folder if train else base)
+    given = train or load_config(own, overrides=overrides, sets=sets).run.train
+    below, task = _sources([given] if isinstance(given, str) else given, folder if train else base)
     if task is not None:
         sets["task"] = task
     config = resolve(load_config([*below, *own], overrides=overrides, sets=sets))
@@ -134,11 +134,11 @@ def _find_model(config: Config, base: Path) -> None:
         config.run.serve = str((base / model).resolve())
 
 
-def _sources(said: Sequence[str], base: Path) -> tuple[list[str], str | None]:
+def _sources(given: Sequence[str], base: Path) -> tuple[list[str], str | None]:
     """Return configuration sources with resolved paths, and the task, if there is one."""
     files: list[str] = []
     task: str | None = None
-    for source in said:
+    for source in given:
         path, name = split_task(source)
         if is_task(source):
             task = absolute_task(f"{base / path}{name}")
@@ -148,15 +148,15 @@ def _sources(said: Sequence[str], base: Path) -> tuple[list[str], str | None]:
 
 
 def plan_deployment(
-    wish: ClusterRequest, *, run: str | None = None, resume: bool = False, panes: bool = False
+    request: ClusterRequest, *, run: str | None = None, resume: bool = False, panes: bool = False
 ) -> Deployment:
     """Return all that `up` needs. `run`: an existing run to continue."""
-    config, tokenizer = with_tokenizer(wish.config, TOKENIZER)
-    layout = plan_layout(config, name=wish.name, run=run or new_run(config))
+    config, tokenizer = with_tokenizer(request.config, TOKENIZER)
+    layout = plan_layout(config, name=request.name, run=run or new_run(config))
     return Deployment(
         layout=layout,
         package=pack_package(),
-        files=pack_user_files(layout.config, wish.base, tokenizer),
+        files=pack_user_files(layout.config, request.base, tokenizer),
         requirements=requirements_of(layout),
         token=token_for(layout) if layout.needs_token else None,
         panes=panes,
@@ -190,17 +190,18 @@ def own_tokens(name: str) -> TokenFile:
     return TokenFile(state_folder() / f"{name}.token")
 
 
-def known_cluster(said: str | None) -> ClusterRecord:
+def known_cluster(name_or_file: str | None) -> ClusterRecord:
     """Return the cluster of this name or file, or the one started last."""
-    wish = read_cluster(Path(said)) if said is not None and said.endswith((".yaml", ".yml")) else None
+    is_file = name_or_file is not None and name_or_file.endswith((".yaml", ".yml"))
+    request = read_cluster(Path(name_or_file)) if name_or_file is not None and is_file else None
     try:
-        record = load_record(wish.name if wish is not None else said)
+        record = load_record(name_or_file if request is None else request.name)
     except UserError:
-        if wish is None:
+        if request is None:
             raise
         # No record on this machine: the file has the machines, and they have the state.
-        record = as_record(plan_layout(wish.config, name=wish.name, run=""))
+        record = as_record(plan_layout(request.config, name=request.name, run=""))
     try:
         return from_record(record)
     except ValueError as error:
-        raise UserError(f"{record.get('name', said)}: {error}; start it again with `smolcluster up`") from error
+        raise UserError(f"{record.get('name', name_or_file)}: {error}; start it again with `smolcluster up`") from error

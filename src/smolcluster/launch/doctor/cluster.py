@@ -12,7 +12,7 @@ from smolcluster.launch.cluster.archive import requirements
 from smolcluster.launch.cluster.host import Host, HostError
 from smolcluster.launch.cluster.layout import ClusterLayout
 from smolcluster.launch.cluster.request import requirements_of
-from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, bad, good, remedy, warning
+from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, bad, good, known_remedy, warning
 from smolcluster.observe.text import size
 
 # HostError.layer -> layer
@@ -29,10 +29,10 @@ _LAYERS = {
 # Kinds of failure of `knock` (agent/machine.py) -> layer
 _KNOCKS = {"name": Layer.NAME, "refused": Layer.PORT, "silent": Layer.FIREWALL, "route": Layer.ROUTE}
 # Remedies of HostErrors without one
-_MEND = {
-    "name": remedy(Layer.NAME),
+_REMEDIES = {
+    "name": known_remedy(Layer.NAME),
     "route": "check that it is on and its network is up",
-    "login": remedy(Layer.SSH, 3),
+    "login": known_remedy(Layer.SSH, 3),
 }
 
 
@@ -56,8 +56,8 @@ async def examine(layout: ClusterLayout, *, accept_new: bool = False) -> list[Fi
 
 def _problem(error: HostError) -> Finding:
     layer = _LAYERS.get(error.layer, Layer.SSH)
-    mend = error.remedy or _MEND.get(error.layer, "").replace("HOST", error.host)
-    return Finding(layer=layer, verdict=Verdict.BAD, what=error.what, remedy=mend, host=error.host)
+    remedy = error.remedy or _REMEDIES.get(error.layer, "").replace("HOST", error.host)
+    return Finding(layer=layer, verdict=Verdict.BAD, what=error.what, remedy=remedy, host=error.host)
 
 
 def _machine(layout: ClusterLayout, name: str, seen: Mapping[str, Any]) -> list[Finding]:
@@ -84,7 +84,7 @@ async def _torches(hosts: Mapping[str, Host], needs: list[str]) -> dict[str, dic
     async def one(host: Host) -> dict[str, str | None]:
         with contextlib.suppress(HostError):
             wanted = control.wanted(host, needs)
-            found: dict[str, str | None] = await host.ask(
+            found: dict[str, str | None] = await host.call(
                 "version_of", package="torch", wanted=wanted, folder=host.machine.folder
             )
             return found
@@ -120,12 +120,12 @@ async def _paths(layout: ClusterLayout, hosts: Mapping[str, Host]) -> list[Findi
     if not others:
         return found
     async with hosts[lead].agent() as listener:
-        talk = listener.talk("listen", bind=bind, port=port, within_s=20.0)
+        talk = listener.stream_call("listen", bind=bind, port=port, within_s=20.0)
         opened = await anext(talk)
         if "listening" not in opened:
             return found  # the server runs already, or the port is taken, which `problems_of` reports
         knocks = await asyncio.gather(
-            *(host.ask("knock", address=layout.addresses[host.name], port=port) for host in others),
+            *(host.call("knock", address=layout.addresses[host.name], port=port) for host in others),
             return_exceptions=True,
         )
     for host, knock in zip(others, knocks, strict=True):
@@ -141,6 +141,6 @@ async def _paths(layout: ClusterLayout, hosts: Mapping[str, Host]) -> list[Findi
             layer = _KNOCKS[knock["kind"]]
             path = next((path for path in layout.paths if path.source == host.name), None)
             lost = layer in (Layer.ROUTE, Layer.FIREWALL)  # a refusal proves the path
-            mend = "; ".join(path.commands()) if lost and path is not None else ""
-            found.append(bad(layer, f"cannot reach {lead} at {address}: {knock['words']}", mend, host=host.name))
+            remedy = "; ".join(path.commands()) if lost and path is not None else ""
+            found.append(bad(layer, f"cannot reach {lead} at {address}: {knock['words']}", remedy, host=host.name))
     return found

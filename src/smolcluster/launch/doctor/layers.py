@@ -170,7 +170,7 @@ TROUBLES: dict[Layer, list[KnownProblem]] = {
 }
 
 
-def remedy(layer: Layer, number: int = 0) -> str:
+def known_remedy(layer: Layer, number: int = 0) -> str:
     return TROUBLES[layer][number].remedy
 
 
@@ -178,11 +178,11 @@ def good(layer: Layer, what: str, *, host: str = "") -> Finding:
     return Finding(layer=layer, verdict=Verdict.GOOD, what=what, host=host)
 
 
-def warning(layer: Layer, what: str, mend: str = "", *, host: str = "") -> Finding:
-    """`mend`: what to do, where it is not the layer's first remedy."""
-    return Finding(layer=layer, verdict=Verdict.WARNING, what=what, remedy=mend or remedy(layer), host=host)
+def warning(layer: Layer, what: str, remedy: str = "", *, host: str = "") -> Finding:
+    """`remedy`: what to do, where it is not the layer's first known remedy."""
+    return Finding(layer=layer, verdict=Verdict.WARNING, what=what, remedy=remedy or known_remedy(layer), host=host)
 
 
-def bad(layer: Layer, what: str, mend: str = "", *, host: str = "") -> Finding:
-    """`mend`: what to do, where it is not the layer's first remedy."""
-    return Finding(layer=layer, verdict=Verdict.BAD, what=what, remedy=mend or remedy(layer), host=host)
+def bad(layer: Layer, what: str, remedy: str = "", *, host: str = "") -> Finding:
+    """`remedy`: what to do, where it is not the layer's first known remedy."""
+    return Finding(layer=layer, verdict=Verdict.BAD, what=what, remedy=remedy or known_remedy(layer), host=host)

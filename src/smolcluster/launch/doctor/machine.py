@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, remedy, warning
+from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, known_remedy, warning
 from smolcluster.launch.join.discovery import own_addresses
 from smolcluster.observe.text import size
 
@@ -46,33 +46,33 @@ def examine() -> Iterator[Finding]:
 
 
 def _torch_and_gpu() -> Iterator[Finding]:
-    asked = _said_by([sys.executable, "-c", _ASK_TORCH])
+    asked = _output_of([sys.executable, "-c", _ASK_TORCH])
     if asked is None:
         yield bad(Layer.GPU, f"torch.cuda.is_available(): {_SILENT}")
         return
     if asked.returncode != 0:
-        words = (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
-        yield bad(Layer.TORCH, f"torch cannot be imported: {words}", "pip install -U 'torch>=2.6,<2.14'")
+        reason = (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
+        yield bad(Layer.TORCH, f"torch cannot be imported: {reason}", "pip install -U 'torch>=2.6,<2.14'")
         return
-    said = json.loads(asked.stdout.splitlines()[-1])
-    yield good(Layer.TORCH, f"torch {said['version']}")
+    facts = json.loads(asked.stdout.splitlines()[-1])
+    yield good(Layer.TORCH, f"torch {facts['version']}")
     tool = shutil.which("nvidia-smi")
-    listed = _said_by([tool, "-L"]) if tool else None
-    if said["cuda"]:
-        yield good(Layer.GPU, ", ".join(said["cuda"]))
+    listed = _output_of([tool, "-L"]) if tool else None
+    if facts["cuda"]:
+        yield good(Layer.GPU, ", ".join(facts["cuda"]))
     elif tool and listed is None:
         yield bad(Layer.GPU, f"nvidia-smi fails: {_SILENT}")
     elif listed is not None and listed.returncode == 0 and listed.stdout.strip():
-        what = f"{listed.stdout.strip().splitlines()[0]}, and torch cannot use it (built for CUDA {said['built_for']})"
+        what = f"{listed.stdout.strip().splitlines()[0]}, and torch cannot use it (built for CUDA {facts['built_for']})"
         yield bad(Layer.GPU, what)
     elif listed is not None:
-        said_there = (listed.stdout + listed.stderr).strip().splitlines() or ["no answer"]
-        yield bad(Layer.GPU, f"nvidia-smi fails: {said_there[0]}")
+        lines = (listed.stdout + listed.stderr).strip().splitlines() or ["no answer"]
+        yield bad(Layer.GPU, f"nvidia-smi fails: {lines[0]}")
     else:
-        yield good(Layer.GPU, "Apple's GPU (mps)" if said["mps"] else "no GPU; training runs on the CPU")
+        yield good(Layer.GPU, "Apple's GPU (mps)" if facts["mps"] else "no GPU; training runs on the CPU")
 
 
-def _said_by(command: list[str]) -> subprocess.CompletedProcess[str] | None:
+def _output_of(command: list[str]) -> subprocess.CompletedProcess[str] | None:
     """Run a command; None if it times out, as with a driver that hangs."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
@@ -107,7 +107,7 @@ def _token() -> Finding:
             return warning(Layer.TOKEN, what, "smolcluster token new, or token add for one that exists")
         keyring = Keyring((entry.token for entry in found[1]), source=found[0])
     except SmolclusterError as error:
-        return bad(Layer.TOKEN, str(error), remedy(Layer.TOKEN, 1))
+        return bad(Layer.TOKEN, str(error), known_remedy(Layer.TOKEN, 1))
     return good(Layer.TOKEN, f"{keyring.current.name} from {found[0]}")
 
 

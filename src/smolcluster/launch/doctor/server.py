@@ -24,14 +24,14 @@ from smolcluster.comm.elastic.transport.security import DOMAIN, Credentials, loa
 from smolcluster.comm.elastic.transport.sockets import join_address
 from smolcluster.engine.identity import new_peer
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, remedy
+from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, known_remedy
 from smolcluster.observe.text import printable
 
 ANSWER_S = 5.0
 _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL}
-_NOBODY = "0" * 16  # the id of no token; a server still answers the handshake
+_NO_TOKEN = "0" * 16  # the id of no token; a server still answers the handshake
 _TLS = b"\x16"  # first byte of a TLS handshake record
-_MOST_WORDS = 60  # characters of another program's answer to print
+_MAX_CHARACTERS = 60  # characters of another program's answer to print
 
 Address = tuple[str, int]
 T = TypeVar("T")
@@ -60,50 +60,50 @@ def examine(host: str, port: int) -> Iterator[Finding]:
         with socket.create_connection((host, port), timeout=ANSWER_S) as line:
             yield good(Layer.ROUTE, f"from {line.getsockname()[0]} to {line.getpeername()[0]}")
             yield good(Layer.PORT, f"{place} accepts connections")
-        yield from _meet((host, port))
+        yield from _check_handshake((host, port))
     except OSError as error:
-        words = "no answer in 5 s" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        yield bad(classify(error), f"{place}: {words}")
+        problem = "no answer in 5 s" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        yield bad(classify(error), f"{place}: {problem}")
 
 
-def _meet(place: Address) -> Iterator[Finding]:
+def _check_handshake(place: Address) -> Iterator[Finding]:
     """Check whether this machine could join the server, with each of its tokens."""
-    mine: tuple[Credentials, ...] = ()
+    own: tuple[Credentials, ...] = ()
     answer, problem = None, ""
     try:
         if (keyring := load_keyring(None, os.environ)) is not None:
-            mine = keyring.credentials
-        for known in mine:
+            own = keyring.credentials
+        for known in own:
             answer = ask(place, known)
             if answer.same is not None or not answer.wants_token:
                 break
     except SmolclusterError as error:  # an unreadable token, or a missing package
         problem = str(error)
     answer = answer or ask(place)
-    if answer.words:
-        yield bad(Layer.SERVER, f"not a smolcluster server: {answer.words}")
+    if answer.problem:
+        yield bad(Layer.SERVER, f"not a smolcluster server: {answer.problem}")
         return
     if answer.version not in (None, VERSION):
         what = f"the server speaks protocol version {answer.version}, this machine version {VERSION}"
-        yield bad(Layer.SERVER, what, remedy(Layer.SERVER, 1))
+        yield bad(Layer.SERVER, what, known_remedy(Layer.SERVER, 1))
         return
     yield good(Layer.SERVER, f"a smolcluster server with{'' if answer.wants_token else 'out'} a token")
-    yield bad(Layer.TOKEN, problem) if problem else _tokens(answer, mine)
+    yield bad(Layer.TOKEN, problem) if problem else _tokens(answer, own)
 
 
-def _tokens(answer: ServerProbe, mine: tuple[Credentials, ...]) -> Finding:
-    names = ", ".join(known.name for known in mine)
+def _tokens(answer: ServerProbe, own: tuple[Credentials, ...]) -> Finding:
+    names = ", ".join(known.name for known in own)
     if answer.same is not None:
         return good(Layer.TOKEN, f"both have {answer.same.name}")
-    if not mine:
+    if not own:
         if answer.wants_token:
-            mend = "copy the server's: there `smolcluster token show --secret`, here `smolcluster token add`"
-            return bad(Layer.TOKEN, "the server requires a token, and this machine has none", mend)
+            remedy = "copy the server's: there `smolcluster token show --secret`, here `smolcluster token add`"
+            return bad(Layer.TOKEN, "the server requires a token, and this machine has none", remedy)
         return good(Layer.TOKEN, "no token, and none is required")
     if answer.wants_token:
         return bad(Layer.TOKEN, f"the server's token is not among this machine's: {names}")
-    mend = "start the server with this token, or remove it here: smolcluster token show"
-    return bad(Layer.TOKEN, f"the server has no token, and this machine would use {names}", mend)
+    remedy = "start the server with this token, or remove it here: smolcluster token show"
+    return bad(Layer.TOKEN, f"the server has no token, and this machine would use {names}", remedy)
 
 
 # What listens there
@@ -114,24 +114,24 @@ class ServerProbe:
     wants_token: bool = False
     same: Credentials | None = None  # the token that both have
     version: int | None = None  # of the protocol, if known
-    words: str = ""  # answer of another program
+    problem: str = ""  # answer of another program
 
 
 def ask(place: Address, known: Credentials | None = None) -> ServerProbe:
     """Begin a TLS handshake with this token or none, and classify the answer. Raises OSError if the connection fails."""
     context = known.client_context() if known is not None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the certificate is compared below
-    name = known.server_name if known is not None else _NOBODY + DOMAIN
+    name = known.server_name if known is not None else _NO_TOKEN + DOMAIN
     with socket.create_connection(place, timeout=ANSWER_S) as line:
         secure = _Secure(line, context, name)
         first = secure.begin()
         if (version := _version(first)) is not None:
             return ServerProbe(version=version)
         if not first.startswith(_TLS):
-            return ServerProbe(words=_said(first))
+            return ServerProbe(problem=_describe_reply(first))
         certificate = secure.certificate()
         if certificate is None or DOMAIN.encode() not in certificate:  # its name is in there as plain text
-            return ServerProbe(words="it speaks TLS without a smolcluster certificate")
+            return ServerProbe(problem="it speaks TLS without a smolcluster certificate")
         if known is None or certificate != known.certificate:
             return ServerProbe(wants_token=True)
         with contextlib.suppress(OSError):
@@ -195,6 +195,6 @@ def _version(first: bytes) -> int | None:
     return int(PREFIX.unpack(first[: PREFIX.size])[1])
 
 
-def _said(first: bytes) -> str:
-    words = printable(first.split(b"\n")[0].decode("ascii", "replace")).strip()[:_MOST_WORDS]
-    return f"it sent '{words}'" if first else "it does not answer"
+def _describe_reply(first: bytes) -> str:
+    text = printable(first.split(b"\n")[0].decode("ascii", "replace")).strip()[:_MAX_CHARACTERS]
+    return f"it sent '{text}'" if first else "it does not answer"

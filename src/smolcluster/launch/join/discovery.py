@@ -19,7 +19,7 @@ from smolcluster.errors import MissingExtra, UserError
 
 KIND = "_smolcluster._tcp.local."
 BROWSE_S = 3.0
-MOST_LETTERS = 50  # of a name, before `-PORT`: a DNS label has at most 63
+MAX_LETTERS = 50  # of a name, before `-PORT`: a DNS label has at most 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def announced(name: str, port: int, *, addresses: Sequence[str], system: str) ->
         port=port,
         addresses=[ipaddress.ip_address(address).packed for address in addresses],
         properties={"system": system},
-        server=f"{name[:MOST_LETTERS]}-{port}.local.",
+        server=f"{name[:MAX_LETTERS]}-{port}.local.",
     )
     try:
         network.register_service(info)

@@ -28,10 +28,10 @@ from typing import Any
 from smolcluster.errors import MissingExtra, SmolclusterError
 
 PROTOCOL = "smolcluster-pair-1"
-MOST_BYTES = 64 << 10
+MAX_BYTES = 64 << 10
 ANSWER_S = 15.0
 TYPING_S = 300.0  # for the user to type the code on the other machine
-MOST_CODES = 3
+MAX_CODES = 3
 NOT_OURS = "the peer does not speak this protocol"
 
 
@@ -62,8 +62,8 @@ class _KeyPair:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(key))
         except ValueError as error:
             raise PairingFailed(f"the peer's key is invalid: {error}") from error
-        mine, theirs = self.key + self.nonce, key + nonce
-        both = mine + theirs if dialled else theirs + mine
+        own, peer = self.key + self.nonce, key + nonce
+        both = own + peer if dialled else peer + own
         return Agreement(shared, both)
 
 
@@ -111,13 +111,13 @@ class Agreement:
 class _JsonLines:
     """JSON objects over a socket, one a line, with limits on size and time."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
         self._rest = b""
 
     def send(self, **fields: Any) -> None:
         try:
-            self._line.sendall(json.dumps(fields).encode() + b"\n")
+            self._sock.sendall(json.dumps(fields).encode() + b"\n")
         except OSError as error:
             raise PairingFailed(f"the connection was lost: {error.strerror or error}") from error
 
@@ -125,32 +125,32 @@ class _JsonLines:
         deadline = time.monotonic() + within_s
         try:
             while b"\n" not in self._rest:
-                self._line.settimeout(max(0.01, deadline - time.monotonic()))
+                self._sock.settimeout(max(0.01, deadline - time.monotonic()))
                 if time.monotonic() >= deadline:
                     raise TimeoutError
-                chunk = self._line.recv(4096)
+                chunk = self._sock.recv(4096)
                 if not chunk:
                     raise PairingFailed("the peer closed the connection")
                 self._rest += chunk
-                if len(self._rest) > MOST_BYTES:
-                    raise PairingFailed(f"the peer sent more than {MOST_BYTES >> 10} KiB")
+                if len(self._rest) > MAX_BYTES:
+                    raise PairingFailed(f"the peer sent more than {MAX_BYTES >> 10} KiB")
         except TimeoutError as error:
             raise PairingFailed(f"no answer in {within_s:g} s") from error
         except OSError as error:
             raise PairingFailed(f"the connection was lost: {error.strerror or error}") from error
         first, _, self._rest = self._rest.partition(b"\n")
         try:
-            said = json.loads(first)
+            message = json.loads(first)
         except (ValueError, RecursionError) as error:
             raise PairingFailed(NOT_OURS) from error
-        if not isinstance(said, dict):
+        if not isinstance(message, dict):
             raise PairingFailed(NOT_OURS)
-        return said
+        return message
 
 
-def _bytes(said: dict[str, Any], name: str, size: int) -> bytes:
+def _bytes(message: dict[str, Any], name: str, size: int) -> bytes:
     try:
-        value = bytes.fromhex(str(said[name]))
+        value = bytes.fromhex(str(message[name]))
     except (KeyError, ValueError) as error:
         raise PairingFailed(NOT_OURS) from error
     if len(value) != size:
@@ -163,47 +163,47 @@ def _same(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
 
 
-def offer(line: socket.socket, facts: dict[str, Any], *, show: Callable[[str], None]) -> dict[str, Any]:
+def offer(sock: socket.socket, facts: dict[str, Any], *, show: Callable[[str], None]) -> dict[str, Any]:
     """Pair as the new machine, once. `show` gets the code. Return the cluster's grant. Raises PairingFailed."""
-    talk, side = _JsonLines(line), _KeyPair()
-    hello = talk.receive()
+    channel, keys = _JsonLines(sock), _KeyPair()
+    hello = channel.receive()
     if hello.get("protocol") != PROTOCOL:
         raise PairingFailed(f"the peer speaks {hello.get('protocol')!r}, not {PROTOCOL}")
-    talk.send(key=side.key.hex(), nonce=side.nonce.hex(), facts=facts)
-    said = talk.receive()
-    key, nonce = _bytes(said, "key", 32), _bytes(said, "nonce", 32)
+    channel.send(key=keys.key.hex(), nonce=keys.nonce.hex(), facts=facts)
+    message = channel.receive()
+    key, nonce = _bytes(message, "key", 32), _bytes(message, "nonce", 32)
     if not _same(commitment(key, nonce), str(hello.get("commitment"))):
         raise PairingFailed("the peer's key does not match its commitment")
-    agreed = side.agree(key, nonce, dialled=False)
+    session = keys.agree(key, nonce, dialled=False)
     secret = f"{secrets.randbelow(100_000):05}"
-    show(f"{secret}-{agreed.digits}")
-    answer = talk.receive(TYPING_S)
-    if not _same(agreed.proof(secret), str(answer.get("proof"))):
+    show(f"{secret}-{session.digits}")
+    answer = channel.receive(TYPING_S)
+    if not _same(session.proof(secret), str(answer.get("proof"))):
         raise PairingFailed("the code was mistyped")
-    given = agreed.open(str(answer.get("sealed")))
-    talk.send(done=True)
+    given = session.open(str(answer.get("sealed")))
+    channel.send(done=True)
     return given
 
 
-def accept(line: socket.socket, given: dict[str, Any], *, ask: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+def accept(sock: socket.socket, given: dict[str, Any], *, ask: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
     """Pair as the cluster. `ask` gets the machine's facts and returns the typed code; `given` is sent sealed. Return the facts.
     Raises PairingFailed."""
-    talk, side = _JsonLines(line), _KeyPair()
-    talk.send(protocol=PROTOCOL, commitment=side.commitment)
-    said = talk.receive()
-    key, nonce = _bytes(said, "key", 32), _bytes(said, "nonce", 32)
-    facts = said.get("facts")
+    channel, keys = _JsonLines(sock), _KeyPair()
+    channel.send(protocol=PROTOCOL, commitment=keys.commitment)
+    message = channel.receive()
+    key, nonce = _bytes(message, "key", 32), _bytes(message, "nonce", 32)
+    facts = message.get("facts")
     if not isinstance(facts, dict):
         raise PairingFailed(NOT_OURS)
-    talk.send(key=side.key.hex(), nonce=side.nonce.hex())
-    agreed = side.agree(key, nonce, dialled=True)
-    typed = "".join(c for c in ask(facts) if c in "0123456789")
-    if len(typed) != 10:
+    channel.send(key=keys.key.hex(), nonce=keys.nonce.hex())
+    session = keys.agree(key, nonce, dialled=True)
+    code = "".join(c for c in ask(facts) if c in "0123456789")
+    if len(code) != 10:
         raise PairingFailed("a code has ten digits, such as 48291-57120; no token was sent")
-    if not _same(typed[5:], agreed.digits):
+    if not _same(code[5:], session.digits):
         raise PairingFailed(
             "the code does not belong to this connection: mistyped, or a man in the middle; no token was sent"
         )
-    talk.send(proof=agreed.proof(typed[:5]), sealed=agreed.seal(given))
-    talk.receive()
+    channel.send(proof=session.proof(code[:5]), sealed=session.seal(given))
+    channel.receive()
     return facts

@@ -61,19 +61,19 @@ def worker_spec(
         raise UserError(f"one task at a time, not {', '.join([*tasks, *([task] if task else [])])}")
     task = tasks[0] if tasks else task
     sources = [source for source in sources if source not in tasks]
-    said = load_config(sources, overrides=overrides, sets=own_sets | ({"strategy.name": strategy} if sources else {}))
+    given = load_config(sources, overrides=overrides, sets=own_sets | ({"strategy.name": strategy} if sources else {}))
     resolved: dict[str, Any] = {}
     if sources:
-        config = resolve(said)
+        config = resolve(given)
         resolved = config.model_dump(mode="json")
         _check_host(config, rank, host)
         server = server or _server_of(config)
     else:
-        _check_own(said)
+        _check_own(given)
     if server is None:
         raise UserError("give --server HOST:PORT, as the server prints it when it starts")
     _check_address(server)
-    own = _values(said.model_dump(mode="json"), [key for key in _said_keys(said) if key in OWN_KEYS])
+    own = _values(given.model_dump(mode="json"), [key for key in _given_keys(given) if key in OWN_KEYS])
     if sources:  # the configuration itself has them, resolved
         own = {key: value for key, value in own.items() if key not in ("data.name", "data.tokenizer")}
     if batch_size is not None:
@@ -118,7 +118,7 @@ def _check_address(server: str) -> None:
         raise UserError(f"--server '{server}' is not HOST:PORT, such as 192.168.1.10:65432")
 
 
-def _said_keys(config: Config) -> list[str]:
+def _given_keys(config: Config) -> list[str]:
     """Return the dotted names of all keys set in files, overrides and flags."""
     return [
         key
@@ -129,7 +129,7 @@ def _said_keys(config: Config) -> list[str]:
 
 
 def _check_own(config: Config) -> None:
-    for key in _said_keys(config):
+    for key in _given_keys(config):
         if key not in OWN_KEYS:
             raise UserError(
                 f"--override: {key} is set by the server, which sends it to this worker; "

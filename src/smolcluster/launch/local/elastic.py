@@ -109,7 +109,7 @@ class ElasticPolicy(Policy):
 
     def tick(self) -> bool:
         if self.server.child is None:
-            self._send_home()
+            self._stop_remaining_workers()
             return True
         for slot in self.workers:
             if slot.due is not None and time.monotonic() >= slot.due:
@@ -190,7 +190,7 @@ class ElasticPolicy(Policy):
         self.supervisor.report(child)
         if child.user_error is not None:
             slot.given_up = child.user_error
-            self.supervisor.warn(f"{child.name} cannot take part: {child.user_error}")
+            self.supervisor.warn(f"{child.name} cannot join the run: {child.user_error}")
         elif child.failed is None and child.process.returncode in (0, Interrupted.exit_code):
             slot.given_up = Interrupted(f"{child.name} has left")  # it received a signal
             self.supervisor.warn(str(slot.given_up))
@@ -203,7 +203,7 @@ class ElasticPolicy(Policy):
             self._end_without_workers()
 
     def _should_restart(self, slot: _ElasticSlot, child: Child) -> bool:
-        """Count a death. Return False after MOST_DEATHS in a row without progress, or soon after its start by its own error."""
+        """Count a death. Return False after MAX_DEATHS in a row without progress, or soon after its start by its own error."""
         steady = time.monotonic() - slot.since > STEADY_S or child.failed is None
         if not slot.count_death(steady=steady):
             return False
@@ -220,7 +220,7 @@ class ElasticPolicy(Policy):
 
     # The end
 
-    def _send_home(self) -> None:
+    def _stop_remaining_workers(self) -> None:
         """Wait for workers that were training when the server finished; terminate those that were still connecting."""
         waited_for = []
         for slot in self.workers:

@@ -76,8 +76,8 @@ class Outcome(Sink):
         if config.logging.loki_url is not None:
             from smolcluster.observe.loki import push_leftovers
 
-            if said := push_leftovers(run_dir.path, config.logging.loki_url):
-                tell(Notice(level="WARNING", message=said))
+            if problem := push_leftovers(run_dir.path, config.logging.loki_url):
+                tell(Notice(level="WARNING", message=problem))
 
     def write_summary(self, run_dir: RunDir, config: Config, *, world_size: int, **fields: Any) -> None:
         """Write summary.json of a run that did not finish. A full disk must not hide the reason."""

@@ -49,7 +49,7 @@ from smolcluster.observe.events import Event, Failed, Phase, RunFinished
 from smolcluster.observe.observer import Observer, Sink
 
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
-MOST_DEATHS = 3  # in a row, without progress between them
+MAX_DEATHS = 3  # in a row, without progress between them
 TICK_S = 0.1
 
 
@@ -66,7 +66,7 @@ class Slot:
         """Return whether to restart it. Progress resets the count only if the process was `steady`."""
         self.deaths = 1 if self.progress and steady else self.deaths + 1
         self.progress = False
-        return self.deaths < MOST_DEATHS
+        return self.deaths < MAX_DEATHS
 
 
 class Policy(ABC):

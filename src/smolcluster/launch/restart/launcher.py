@@ -131,9 +131,11 @@ class RestartPolicy(Policy):
             return
         if self.rendezvous.waited_s > NOTICE_AFTER_S and not self.wait_noticed:
             self.wait_noticed = True
-            here, needed = self.rendezvous.workers, min(self.rendezvous.sizes)
-            waits = f"workers: {here} available, at least {needed} needed" if self.leads else None
-            self._note(f"waiting for {waits or 'a round with room for this machine'}")
+            available, needed = self.rendezvous.workers, min(self.rendezvous.sizes)
+            waits = "a rendezvous round that needs this machine's workers"
+            if self.leads:
+                waits = f"workers: {available} available, at least {needed} needed"
+            self._note(f"waiting for {waits}")
         if self.rendezvous.begins(self._round_fields, within_s=WAIT_FOR_WORKERS_S):
             self._start(self.rendezvous.current)
 
@@ -193,7 +195,7 @@ class RestartPolicy(Policy):
 
     def on_port(self, child: Child, port: int) -> None:
         if child in self.group:
-            self.rendezvous.say(port=[self.rendezvous.current.number, port])
+            self.rendezvous.report(port=[self.rendezvous.current.number, port])
 
     def on_event(self, child: Child, event: Event) -> Event | None:
         stopping = self.supervisor.stopping
@@ -216,23 +218,23 @@ class RestartPolicy(Policy):
 
     def stop(self) -> None:
         if not self.leads:
-            self.rendezvous.say(leaves=True)
+            self.rendezvous.report(leaves=True)
         super().stop()
 
     def _round_is_over(self) -> bool:
         """Return whether the current round has ended. Sets `over` if the run has, too."""
         self._send_port()
         dead = [child for child in self.group if child.died is not None]
-        fell = [child for child in self.group if child.crashed]
+        crashed = [child for child in self.group if child.crashed]
         all_dead = len(dead) == len(self.group)
         if all_dead and all(c.finished and c.process.returncode != Interrupted.exit_code for c in self.group):
             self._finish()
-        elif self.supervisor.stopping and (fell or all_dead):
+        elif self.supervisor.stopping and (crashed or all_dead):
             self._leave()
-        elif fell:
-            failed = first_failure(fell)
+        elif crashed:
+            failed = first_failure(crashed)
             settle_s = SETTLE_S if failed.lost_peer and not all_dead else REPORTS_S
-            if time.monotonic() - min(c.died or 0.0 for c in fell) < settle_s:
+            if time.monotonic() - min(c.died or 0.0 for c in crashed) < settle_s:
                 return self._others_left()
             self._handle_death(failed)
         elif not all_dead:
@@ -256,20 +258,20 @@ class RestartPolicy(Policy):
         return abruptly or (self.drain_until is not None and time.monotonic() > self.drain_until)
 
     def _handle_death(self, failed: Child) -> None:
-        """Report this death to the other launchers and ask for the next round. Raises when the run cannot go on."""
+        """Report this death to the other launchers and ask for the next round. Raises when the run cannot continue."""
         summary = self.supervisor.outcome.summary
         if summary is not None and summary["status"] == "finished":
             return self._finish()  # it died after the last step
         self.supervisor.report(failed)
         why = f"rank {failed.rank} on {self.host} died: {exit_reason(failed).splitlines()[0]}"
         if failed.user_error is not None:
-            self.rendezvous.say(mistake=str(failed.user_error))
+            self.rendezvous.report(mistake=str(failed.user_error))
             raise failed.user_error
         self.log_tail = log_tail(failed)
         slot = self.slots[self.group.index(failed)]
         if not failed.lost_peer and not slot.count_death():
             why = self._leave_out(slot, why)
-        return self.rendezvous.say(why=why, victim=failed.lost_peer, asks=self.rendezvous.current.number + 1)
+        return self.rendezvous.report(why=why, victim=failed.lost_peer, asks=self.rendezvous.current.number + 1)
 
     def _leave_out(self, slot: Slot, why: str) -> str:
         """Drop a slot that dies too often. Return the reason for the other launchers."""
@@ -277,7 +279,7 @@ class RestartPolicy(Policy):
         if len(self.slots) == 1 or not largest_world(self.rendezvous.sizes, self.rendezvous.workers - 1):
             raise WorkerFailed(f"{often}{self.log_tail}")
         self.slots.remove(slot)
-        self.rendezvous.say(workers=len(self.slots))
+        self.rendezvous.report(workers=len(self.slots))
         return f"{often}; continuing without it"
 
     def _end_round(self) -> None:
@@ -289,7 +291,7 @@ class RestartPolicy(Policy):
 
     def _finish(self) -> None:
         self.over = True
-        self.rendezvous.say(done=True)
+        self.rendezvous.report(done=True)
 
     def _leave(self) -> None:
         self.over = True
@@ -312,7 +314,7 @@ class RestartPolicy(Policy):
 
     def _announce_end(self, kind: str, message: str = "") -> None:
         """Report the end of the run to the other launchers and wait until they have left."""
-        self.rendezvous.say(over={"kind": kind, "message": message.partition("\n")[0]})
+        self.rendezvous.report(over={"kind": kind, "message": message.partition("\n")[0]})
         deadline = time.monotonic() + FAREWELL_S
         while len(self.rendezvous.launchers) > 1 and time.monotonic() < deadline:
             time.sleep(0.01)

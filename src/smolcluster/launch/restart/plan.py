@@ -59,19 +59,19 @@ def parse_elastic(
         raise UserError(
             f"--elastic {text}: write MIN:MAX, the fewest and the most workers of the run, such as --elastic 2:4"
         )
-    here = workers if workers is not None else most if endpoint is None else 1
-    if endpoint is None and most > here:
+    local = workers if workers is not None else most if endpoint is None else 1
+    if endpoint is None and most > local:
         raise UserError(
-            f"--elastic {text} --workers {here}: only {here} workers on this machine; use --elastic "
-            f"{min(fewest, here)}:{here}, or --rdzv-endpoint HOST:PORT for workers on several machines"
+            f"--elastic {text} --workers {local}: only {local} workers on this machine; use --elastic "
+            f"{min(fewest, local)}:{local}, or --rdzv-endpoint HOST:PORT for workers on several machines"
         )
-    if here > most:
-        raise UserError(f"--elastic {text} --workers {here}: at most {most} workers take part; use --workers {most}")
+    if local > most:
+        raise UserError(f"--elastic {text} --workers {local}: at most {most} workers take part; use --workers {most}")
     if max_restarts < 0:
         raise UserError(f"--max-restarts {max_restarts}: 0 or more")
     where = None if endpoint is None else _endpoint(endpoint)
     return ElasticRange(
-        min_workers=fewest, max_workers=most, local_workers=here, endpoint=where, max_restarts=max_restarts
+        min_workers=fewest, max_workers=most, local_workers=local, endpoint=where, max_restarts=max_restarts
     )
 
 

@@ -144,9 +144,9 @@ class Rendezvous:
         self._asked_at: float | None = None  # when the next round was first asked for
         self._enough_at: float | None = None  # when there were enough workers for it
         self._mine: Fields = {"host": host, "workers": workers, "leads": leads, "asks": 0, "version": __version__}
-        self.say()
+        self.report()
 
-    def say(self, **fields: Any) -> None:
+    def report(self, **fields: Any) -> None:
         self._mine |= fields
         if self._client is not None:
             self._client.say(**self._mine)
@@ -189,10 +189,10 @@ class Rendezvous:
         self.check()
         if self._leader() and self._mine["asks"] <= self.current.number:
             self._check_version()
-            self.say(asks=self.current.number + 1)
+            self.report(asks=self.current.number + 1)
         if self._lead(make) if self.leads else self._follow():
             self._asked_at = self._enough_at = None
-            self.say(why=None, victim=False)
+            self.report(why=None, victim=False)
             return True
         if self.leads and self.waited_s > within_s:
             raise WorkerFailed(
@@ -211,7 +211,7 @@ class Rendezvous:
             return False
         world_size, parts = found
         self.current = RoundPlan(number=self.current.number + 1, world_size=world_size, parts=parts, **make())
-        self.say(decree=asdict(self.current))
+        self.report(decree=asdict(self.current))
         return True
 
     def _follow(self) -> bool:
@@ -245,23 +245,23 @@ class Rendezvous:
 
     def _check_version(self) -> None:
         """Refuse to join a leader of another version: it may form rounds differently."""
-        theirs = self._leader().get("version")
-        if theirs != __version__:
+        version = self._leader().get("version")
+        if version != __version__:
             raise UserError(
-                f"this machine has smolcluster {__version__} and the one of --rdzv-endpoint has {theirs}; "
+                f"this machine has smolcluster {__version__} and the one of --rdzv-endpoint has {version}; "
                 "install the same version on every machine"
             )
 
     def port(self) -> int | None:
         """Return the port of this round's rank 0; None until the leader knows it."""
-        said = self._leader().get("port")
-        return int(said[1]) if said and said[0] == self.current.number else None
+        port = self._leader().get("port")
+        return int(port[1]) if port and port[0] == self.current.number else None
 
     def reasons(self) -> tuple[list[str], list[str]]:
         """Return why the last round ended: machines that left, and worker deaths, reported by those that saw the cause."""
         members = {number for number, _ in self.current.parts}
         left = {number: fields for number, fields in self.gone.items() if number in members}
         changes = [_departure(fields) for fields in left.values()]
-        told = [fields for fields in self.launchers.values() if fields.get("why")]
-        known = [fields for fields in told if not fields.get("victim")]
-        return changes, sorted({str(fields["why"]) for fields in known or ([] if left else told)})
+        reports = [fields for fields in self.launchers.values() if fields.get("why")]
+        known = [fields for fields in reports if not fields.get("victim")]
+        return changes, sorted({str(fields["why"]) for fields in known or ([] if left else reports)})

@@ -28,8 +28,8 @@ URL = "http://127.0.0.1:5050"
 CONNECT_S = 10.0
 READY_S, LOOK_S = 900.0, 0.5  # for a server to start, and the polling interval
 SILENCE_S = 600.0  # a long prompt on a slow machine
-MOST_LINE = 1 << 20  # bytes of one event
-MOST_BODY = 64 << 20  # bytes
+MAX_LINE = 1 << 20  # bytes of one event
+MAX_BODY = 64 << 20  # bytes
 
 Json = dict[str, Any]
 RequestOptions = Mapping[str, Any]
@@ -112,8 +112,8 @@ class ServerClient:
         if ready:
             return None
         problems = state.get("problems")
-        words = [state.get("progress") or "the model is not ready", *(problems if isinstance(problems, list) else [])]
-        return printable("; ".join(map(str, words)))
+        reasons = [state.get("progress") or "the model is not ready", *(problems if isinstance(problems, list) else [])]
+        return printable("; ".join(map(str, reasons)))
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], *, options: RequestOptions
@@ -218,8 +218,8 @@ def _parts(url: str) -> tuple[bool, str, int | None, str]:
 def _streamed(answer: http.client.HTTPResponse) -> Iterator[AnswerChunk]:
     """Parse server-sent events. Raises ServerFailed if the end of the answer is missing."""
     finished = False
-    while line := answer.readline(MOST_LINE + 1):
-        if len(line) > MOST_LINE:
+    while line := answer.readline(MAX_LINE + 1):
+        if len(line) > MAX_LINE:
             raise ServerFailed("the server sent too long a line")
         if not line.startswith(b"data:"):
             continue
@@ -240,8 +240,8 @@ def _streamed(answer: http.client.HTTPResponse) -> Iterator[AnswerChunk]:
 
 
 def _whole(answer: http.client.HTTPResponse) -> Json:
-    body = answer.read(MOST_BODY + 1)
-    if len(body) > MOST_BODY:
+    body = answer.read(MAX_BODY + 1)
+    if len(body) > MAX_BODY:
         raise ServerFailed("the server sent too large an answer")
     return _object(body)
 

@@ -281,8 +281,8 @@ class Chat:
         _write(text + "\n", self.out)
 
     def _note(self, text: str) -> None:
-        words = printable(text)
-        self._say(f"\x1b[2m{words}\x1b[0m" if self.colour else words)
+        shown = printable(text)
+        self._say(f"\x1b[2m{shown}\x1b[0m" if self.colour else shown)
 
 
 def continued(messages: Iterable[Mapping[str, str]]) -> str:

@@ -52,7 +52,7 @@ from smolcluster.serve.engine.scheduler import (
     StreamItem,
     width_of,
 )
-from smolcluster.serve.engine.types import MOST_NAME, Busy, SequenceRequest, Token, Unavailable
+from smolcluster.serve.engine.types import MAX_NAME, Busy, SequenceRequest, Token, Unavailable
 from smolcluster.serve.engine.weight_sender import WeightSender
 from smolcluster.serve.engine.wire import Assignment, HopTiming, ServedModel, StageBatch, StageOffer
 
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 LINKS = LinkLimits(beat_s=0.2, silence_s=0.9)  # a dead stage is detected within a second
 TICK_S = 0.5
 STUCK_S = 60.0  # a batch in flight for so long is taken for lost
-MOST_FAILURES = 4  # to load an assignment, before a stage gets no more of them
+MAX_FAILURES = 4  # to load an assignment, before a stage gets no more of them
 RECENTLY_LOST_S = 60.0
 
 
@@ -84,7 +84,7 @@ class Front:
             raise UserError(f"unknown codec '{codec}'; known: {', '.join(wire.CODECS)}")
         self._transport, self._source, self._options = transport, source, options
         self._model = ServedModel(
-            name=source.name[-MOST_NAME:],
+            name=source.name[-MAX_NAME:],
             config=source.config,
             fingerprint=source.fingerprint,
             reference=source.reference,
@@ -102,9 +102,8 @@ class Front:
         self._closed = False
         self._ready = threading.Event()
         self._undelivered: list[tuple[Callable[[StreamItem], None], StreamItem]] = []
-        self.hops: deque[tuple[float, tuple[HopTiming, ...]]] = deque(
-            maxlen=4096
-        )  # of batches: total seconds, and those of each stage
+        # Of batches: total seconds, and those of each stage.
+        self.hops: deque[tuple[float, tuple[HopTiming, ...]]] = deque(maxlen=4096)
         self.address = transport.listen(*listen, self)
         self._tick()
 
@@ -116,8 +115,8 @@ class Front:
 
     @property
     def context(self) -> int:
-        longest = self._scheduler.routes.longest
-        return self._source.config.max_seq_len if longest is None else min(self._source.config.max_seq_len, longest)
+        most = self._scheduler.routes.max_sequence_tokens
+        return self.model_context if most is None else min(self.model_context, most)
 
     async def stream(self, request: SequenceRequest) -> AsyncGenerator[Token, None]:
         loop, items = asyncio.get_running_loop(), asyncio.Queue[StreamItem]()
@@ -159,7 +158,7 @@ class Front:
         now, layout = time.monotonic(), self._layout
         stages = layout.stages if layout is not None else ()
         return {
-            "ready": self._scheduler.routes.open,
+            "ready": self._scheduler.routes.ready,
             "model": self._model.name,
             "layers": self._source.config.num_layers,
             "codec": self._model.codec,
@@ -183,9 +182,9 @@ class Front:
         return self._ready.wait(timeout_s)
 
     @property
-    def coming(self) -> bool:
-        """Whether every layer is held or being loaded."""
-        return self._scheduler.routes.open or self._scheduler.routes.coming
+    def loading(self) -> bool:
+        """Whether every layer is loaded or being loaded."""
+        return self._scheduler.routes.ready or self._scheduler.routes.loading
 
     def problems(self) -> list[str]:
         """Return why stages hold no layers."""
@@ -257,9 +256,8 @@ class Front:
     def _dispatch(self, link: Link, message: Message) -> None:
         instance = link.peer.instance
         machine = self._machines.get(instance)
-        if (
-            message.kind is Kind.ASK and machine is not None
-        ):  # a stage that reconnects is accepted once its old link has ended
+        if message.kind is Kind.ASK and machine is not None:
+            # A stage that reconnects is accepted once its old link has ended.
             link.close("this stage has sent ASK already")
         elif message.kind is Kind.ASK:
             self._machines[instance] = ConnectedStage(link)
@@ -357,7 +355,7 @@ class Front:
         machine.problem, machine.layers, machine.held = why, None, False
         machine.failures += 1
         layout = remove_machine(self._layout, instance, self._offers(), self._sizes)
-        if machine.failures < MOST_FAILURES:
+        if machine.failures < MAX_FAILURES:
             layout = add_machine(layout, instance, self._options, self._offers(), self._sizes)
         self._apply_layout(layout)
 
@@ -379,10 +377,10 @@ class Front:
         stages = tuple(tuple(m for m in stage.machines if self._machines[m].held) for stage in layout.stages)
         cores = {i: (o.host, o.cores, o.host_cores) for i, o in self._offers().items()}
         width = width_of(stages, cores) if all(stages) else 1
-        coming = all(any(not self._machines[m].problem for m in stage.machines) for stage in layout.stages)
-        routes = Routes(stages, width, self._room(stages), coming=coming)
+        loading = all(any(not self._machines[m].problem for m in stage.machines) for stage in layout.stages)
+        routes = Routes(stages, width, self._room(stages), loading=loading)
         self._scheduler.set_routes(routes, now=time.monotonic())
-        if routes.open:
+        if routes.ready:
             if not self._ready.is_set():
                 log.info("all layers are loaded: ready")
             self._ready.set()

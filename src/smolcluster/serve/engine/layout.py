@@ -231,7 +231,7 @@ def remove_machine(layout: StageLayout, gone: str, offers: Mapping[str, StageOff
 def replan(
     layout: StageLayout, options: LayoutOptions, offers: Mapping[str, StageOffer], sizes: WeightSizes
 ) -> StageLayout:
-    """Lay out all layers anew where some are on no machine, in as many stages as asked for or in fewer. Return the layout
+    """Lay out all layers again where some are on no machine, in as many stages as asked for or in fewer. Return the layout
     unchanged if none fits. Moving the other layers costs nothing here: without the missing ones nothing is served."""
     if layout.whole:
         return layout

@@ -16,10 +16,10 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 0.5  # before a restart
+RESTART_DELAY_S = 0.5  # before a restart
 STEADY_S = 120.0  # of uptime, to reset the count of deaths; a small machine takes half a minute to start
-MISTAKE = 2  # exit status for invalid options, after an error message
-MOST_DEATHS = 5  # in a row
+USER_ERROR = 2  # exit status for invalid options, after an error message
+MAX_DEATHS = 5  # in a row
 END_S = 5.0
 
 
@@ -72,16 +72,16 @@ class LocalStages:
             if self._ending.is_set():
                 return
             deaths = 1 if time.monotonic() - began > STEADY_S else deaths + 1
-            if status == MISTAKE:
+            if status == USER_ERROR:
                 self._gave_up(f"stage-{number} cannot start: see its error message above")
                 return
-            if deaths >= MOST_DEATHS:
+            if deaths >= MAX_DEATHS:
                 why = f"stage-{number} died {deaths} times in a row, the last with status {status}"
                 log.error("%s; not restarting it", why)
                 self._gave_up(why)
                 return
             log.warning("stage-%d exited with status %s; restarting it", number, status)
-            self._ending.wait(AGAIN_S * deaths)
+            self._ending.wait(RESTART_DELAY_S * deaths)
 
     def _run_once(self, number: int) -> int | str:
         """Run the process once. Return its exit status, or why it did not start."""
@@ -99,12 +99,11 @@ class LocalStages:
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "smolcluster", "stage", "--server", self._front, "--name", f"stage-{number}"]
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
-        apart: dict[str, Any] = (
-            {} if sys.platform == "win32" else {"start_new_session": True}
-        )  # Ctrl-C goes to the front
+        # A session of its own: Ctrl-C goes to the front alone.
+        new_session: dict[str, Any] = {} if sys.platform == "win32" else {"start_new_session": True}
         return subprocess.Popen(
             [*command, "--with-parent", "--local-rank", str(number), *self._options],
             stdin=subprocess.PIPE,
             env=environment,
-            **apart,
+            **new_session,
         )

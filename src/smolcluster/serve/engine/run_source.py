@@ -12,8 +12,8 @@ from torch import Tensor
 from smolcluster.config import load_config
 from smolcluster.config.schema import Config, DataConfig
 from smolcluster.config.shape import shape_of
+from smolcluster.data.example_prompts import example_prompts
 from smolcluster.data.names import default_tokenizer
-from smolcluster.data.openings import openings
 from smolcluster.data.sources import find_sources
 from smolcluster.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from smolcluster.engine.checkpoint.lazy_tensors import StoredTensors
@@ -76,7 +76,9 @@ class RunSource(ModelSource):
         return self._checked(bytewise_tokenizer(tokenizer))
 
     def openings(self) -> list[str]:
-        return openings(self._settings.data) if self._step > 0 else []  # step 0: imported, trained on another text
+        if self._step == 0:  # imported: trained on another text
+            return []
+        return example_prompts(self._settings.data)
 
 
 def _read_read_options(run: RunDir) -> Config:

@@ -26,14 +26,14 @@ from dataclasses import dataclass, field
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.serve.engine.stage_model import Row
-from smolcluster.serve.engine.types import Busy, RetriesExhausted, SequenceRequest, Token, Unavailable
+from smolcluster.serve.engine.types import Busy, PromptTooLong, RetriesExhausted, SequenceRequest, Token, Unavailable
 from smolcluster.serve.engine.wire import SamplingState
 
 Route = tuple[str, ...]  # one machine of each stage
 StreamItem = Token | SmolclusterError
 
-MOST_TRIES = 6  # of one sequence
-MOST_HISTORY = 65536  # tokens of sampling states in one batch: they travel as JSON, and a message has a size limit
+MAX_TRIES = 6  # of one sequence
+MAX_HISTORY = 65536  # tokens of sampling states in one batch: they travel as JSON, and a message has a size limit
 SPARE = 64  # free tokens per sequence that admission beside others requires
 
 
@@ -52,17 +52,17 @@ class Routes:
 
     stages: tuple[tuple[str, ...], ...] = ()
     width: int = 1
-    room: Mapping[str, int] = field(default_factory=dict)  # tokens that a machine has room for; absent: no limit
-    coming: bool = False  # the missing layers are being loaded
+    cache_tokens: Mapping[str, int] = field(default_factory=dict)  # that a machine has memory for; absent: no limit
+    loading: bool = False  # the missing layers are being loaded
 
     @property
-    def open(self) -> bool:
+    def ready(self) -> bool:
         return bool(self.stages) and all(self.stages)
 
     @property
-    def longest(self) -> int | None:
+    def max_sequence_tokens(self) -> int | None:
         """Return the most tokens of one sequence; None: no limit."""
-        known = [[self.room[m] for m in stage if m in self.room] for stage in self.stages]
+        known = [[self.cache_tokens[m] for m in stage if m in self.cache_tokens] for stage in self.stages]
         limits = [
             max(rooms) for rooms, stage in zip(known, self.stages, strict=True) if rooms and len(rooms) == len(stage)
         ]
@@ -116,8 +116,8 @@ class Scheduler:
 
     def submit(self, request: SequenceRequest, deliver: Callable[[StreamItem], None]) -> SequenceState:
         """Queue a sequence; `deliver` gets its tokens. Raises Unavailable or Busy."""
-        if not self.routes.open and not self.routes.coming:
-            raise Unavailable("no machine holds some layers of the model")
+        if not self.routes.ready and not self.routes.loading:
+            raise Unavailable("some layers are not loaded on any stage")
         if len(self._waiting) >= self.limits.waiting:
             raise Busy(f"{len(self._waiting)} requests are queued already")
         number = next(self._numbers)
@@ -152,7 +152,7 @@ class Scheduler:
     def set_routes(self, routes: Routes, *, now: float) -> None:
         """Use these routes from now on. Restart the sequences whose route is gone, and drop their batches: a machine that
         reconnects has lost their caches."""
-        if self.routes.coming and not (routes.open or routes.coming):  # `patience_s` begins now
+        if self.routes.loading and not (routes.ready or routes.loading):  # `patience_s` begins now
             for sequence in self._waiting:
                 sequence.lost_at = now
         self.routes = routes
@@ -171,23 +171,23 @@ class Scheduler:
 
     def _retry(self, sequence: SequenceState, now: float, why: str) -> None:
         sequence.tries += 1
-        if sequence.tries >= MOST_TRIES:
+        if sequence.tries >= MAX_TRIES:
             self._end(sequence, RetriesExhausted(f"failed {sequence.tries} times: {why}"))
         else:
             self._restart(sequence, now)
 
     def expire(self, *, now: float) -> None:
         """End the sequences that have waited too long for a machine."""
-        if self.routes.open:
+        if self.routes.ready:
             for sequence in self._waiting:
                 sequence.lost_at = None  # they wait for room, not for a machine
             return
-        patience_s = self.limits.loading_s if self.routes.coming else self.limits.patience_s
+        patience_s = self.limits.loading_s if self.routes.loading else self.limits.patience_s
         for sequence in list(self._waiting):
             since = sequence.lost_at = now if sequence.lost_at is None else sequence.lost_at
             if now - since > patience_s:
                 self._waiting.remove(sequence)
-                sequence.deliver(Unavailable("no machine has held some layers of the model for too long"))
+                sequence.deliver(Unavailable(f"some layers were not loaded on any stage for {patience_s:g} s"))
 
     def _is_valid(self, route: Route | None) -> bool:
         if route is None or len(route) != len(self.routes.stages):
@@ -253,7 +253,7 @@ class Scheduler:
             sequence.deliver(token)
 
     def _admit(self) -> None:
-        while self._waiting and self.routes.open and len(self._running) < self.limits.running:
+        while self._waiting and self.routes.ready and len(self._running) < self.limits.running:
             route = self._route_for(self._waiting[0])
             if route is None and self._running:
                 return  # until one of these ends
@@ -264,8 +264,9 @@ class Scheduler:
             elif sequence.generated:  # the remaining machines have less memory
                 sequence.deliver(Token(token=-1, finish="length"))
             else:
+                most = self.routes.max_sequence_tokens
                 sequence.deliver(
-                    RetriesExhausted(f"{len(sequence.tokens)} tokens do not fit the memory of the connected machines")
+                    PromptTooLong(f"{len(sequence.tokens)} tokens; the connected machines have memory for {most}")
                 )
 
     def _route_for(self, sequence: SequenceState) -> Route | None:
@@ -279,18 +280,18 @@ class Scheduler:
         return tuple(route)
 
     def _fits(self, machine: str, tokens: int) -> bool:
-        room, there = self.routes.room.get(machine), self._on(machine)
+        room, running = self.routes.cache_tokens.get(machine), self._on(machine)
         if room is None:
             return True
-        spare = SPARE * (len(there) + 1) if there else 0
-        return sum(len(sequence.tokens) for sequence in there) + tokens + spare <= room
+        spare = SPARE * (len(running) + 1) if running else 0
+        return sum(len(sequence.tokens) for sequence in running) + tokens + spare <= room
 
     def _make_room(self, now: float) -> None:
-        for machine, room in self.routes.room.items():
-            there = sorted(self._on(machine), key=lambda sequence: sequence.arrived)
-            while there and sum(len(sequence.tokens) for sequence in there) > room:
-                last = there.pop()
-                if there or self._has_room_elsewhere(machine, len(last.tokens)):
+        for machine, room in self.routes.cache_tokens.items():
+            running = sorted(self._on(machine), key=lambda sequence: sequence.arrived)
+            while running and sum(len(sequence.tokens) for sequence in running) > room:
+                last = running.pop()
+                if running or self._has_room_elsewhere(machine, len(last.tokens)):
                     self._restart(last, now)
                 else:
                     self._end(last, Token(token=-1, finish="length"))
@@ -298,7 +299,7 @@ class Scheduler:
     def _has_room_elsewhere(self, machine: str, tokens: int) -> bool:
         """Whether an empty machine of its stage could hold them."""
         stage = next(stage for stage in self.routes.stages if machine in stage)
-        return any(self.routes.room.get(other, math.inf) >= tokens for other in stage)
+        return any(self.routes.cache_tokens.get(other, math.inf) >= tokens for other in stage)
 
     def _busy(self, route: Route) -> int:
         return sum(sent.route == route for sent in self.in_flight.values())
@@ -342,7 +343,7 @@ class Scheduler:
             answer = sequence.sent + count == len(sequence.tokens)
             state = _sampling_state(sequence) if answer and not sequence.opened else None
             if state is not None:
-                if history and history + len(state.tokens) > MOST_HISTORY:
+                if history and history + len(state.tokens) > MAX_HISTORY:
                     continue
                 history += len(state.tokens)
                 sequence.opened, states[sequence.number] = True, state
@@ -369,7 +370,7 @@ def width_of(stages: Sequence[Sequence[str]], cores: dict[str, tuple[str, int, i
     wanted: dict[tuple[str, int], list[int]] = {}  # cores of each stage, by host
     for machines in stages:
         if machines:
-            host, own, there = cores[machines[0]]
-            wanted.setdefault((host, there), []).append(own)
-    total = sum(max(1, min(len(own), int(len(own) * there / sum(own)))) for (_, there), own in wanted.items())
+            host, used, available = cores[machines[0]]
+            wanted.setdefault((host, available), []).append(used)
+    total = sum(max(1, min(len(used), int(len(used) * have / sum(used)))) for (_, have), used in wanted.items())
     return max(1, min(len(stages), total))

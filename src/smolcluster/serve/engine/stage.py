@@ -165,10 +165,10 @@ class StageWorker:
 
     def _dispatch(self, link: Link, message: Message) -> None:
         if message.kind is Kind.ROWS:
-            landed, payload = self._landing.pop(link, None), message.payload
-            if landed is None or payload is None:
+            pending, payload = self._landing.pop(link, None), message.payload
+            if pending is None or payload is None:
                 raise ValueError("rows without tokens or activations")
-            (batch, at), number, codec = landed, message.step, message.codec
+            (batch, at), number, codec = pending, message.step, message.codec
             if self._runs_inline(batch):
                 self._process(number, batch, payload, codec, at)
             else:
@@ -186,7 +186,7 @@ class StageWorker:
             self._incoming = self._slice = self._wanted = None  # of an earlier assignment
             for instance, address in assignment.next:
                 self._next.dial(instance, address)
-            self._enqueue(lambda: self._hold(number, assignment))
+            self._enqueue(lambda: self._load_layers(number, assignment))
         elif message.kind is Kind.STATE:
             self._state(message)
         elif message.kind is Kind.FORGET:
@@ -246,7 +246,7 @@ class StageWorker:
         )
         self._send_front(Kind.JOIN, meta=wire.meta_of(offer))
 
-    def _hold(self, number: int, assignment: Assignment, received: dict[str, Tensor] | None = None) -> None:
+    def _load_layers(self, number: int, assignment: Assignment, received: dict[str, Tensor] | None = None) -> None:
         """Load the layers of an assignment. `received`: the weights, if they came from the front."""
         model, layers = self._model, assignment.layers
         assert model is not None
@@ -254,7 +254,7 @@ class StageWorker:
             log.info("renamed to %s: the server has another %s", printable(assignment.name), self._name)
             self._name = assignment.name
         try:
-            if not self._has(assignment):
+            if not self._is_loaded(assignment):
                 had = self._stage_model
                 has_first, has_last = (had.first, had.last) if had is not None else (False, False)
                 self._stage_model = had = None  # frees the layers that are not kept
@@ -276,7 +276,7 @@ class StageWorker:
         self._stage_model = None
         self._weights.clear()
 
-    def _has(self, assignment: Assignment) -> bool:
+    def _is_loaded(self, assignment: Assignment) -> bool:
         part, wanted = self._stage_model, (assignment.layers, assignment.first, assignment.last)
         return part is not None and (part.layers, part.first, part.last) == wanted
 
@@ -405,7 +405,7 @@ class StageWorker:
             tensors, wanted = self._incoming.tensors, self._wanted
             self._incoming, self._wanted = None, None
             assert wanted is not None
-            self._enqueue(lambda: self._hold(*wanted, tensors))
+            self._enqueue(lambda: self._load_layers(*wanted, tensors))
 
 
 def _sampler(opening: SamplingState) -> TokenSampler:

@@ -52,7 +52,7 @@ class CachedRow:
 
 
 @dataclass(slots=True)
-class KeyValueCache:
+class SequenceCache:
     """Keys and values of one sequence, L x 2 x K x room x E; the first `length` tokens are valid."""
 
     kv: Tensor
@@ -114,7 +114,7 @@ class StageModel:
         stage.load_state_dict(self._take(stage, weights), assign=True)
         assert isinstance(stage, Ragged)
         self._model = stage
-        self._caches: dict[int, KeyValueCache] = {}
+        self._caches: dict[int, SequenceCache] = {}
 
     def _take(self, stage: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of these layers; not copied if device and dtype match."""
@@ -160,9 +160,9 @@ class StageModel:
         logits = self._model.head(x_ND[chosen.to(x_ND.device)])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _new_cache(self) -> KeyValueCache:
+    def _new_cache(self) -> SequenceCache:
         shape = (len(self.layers), 2, self.config.num_kv_heads, 0, self.config.head_dim)
-        return KeyValueCache(torch.empty(shape, device=self.device, dtype=self.dtype))
+        return SequenceCache(torch.empty(shape, device=self.device, dtype=self.dtype))
 
     def _check(self, rows: Sequence[Row], x: Tensor) -> None:
         """Raise ValueError for rows that cannot be run, before any cache changes."""

@@ -13,8 +13,8 @@ from smolcluster.errors import SmolclusterError
 Finish = Literal["stop", "length"]
 
 # Fields of values from the network. Strict: no text is taken for a number, and no true for 1.
-MOST_NAME = 200
-Name = Annotated[str, Field(strict=True, max_length=MOST_NAME)]
+MAX_NAME = 200
+Name = Annotated[str, Field(strict=True, max_length=MAX_NAME)]
 Flag = Annotated[bool, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[int, Field(strict=True, ge=1)]
@@ -29,9 +29,8 @@ class SamplingParams:
     temperature: Amount = 1.0  # 0: greedy, after the penalties
     top_k: Positive | None = None
     top_p: Amount = 1.0
-    repetition_penalty: Amount = (
-        1.0  # of all tokens so far, prompt included: divides positive logits, multiplies negative
-    )
+    # Of all tokens so far, prompt included: divides positive logits, multiplies negative.
+    repetition_penalty: Amount = 1.0
     presence_penalty: Real = 0.0  # subtracted once from every token generated so far
     frequency_penalty: Real = 0.0  # subtracted for each time that it was generated
     # A token depends on this, its position and the logits alone.
@@ -74,7 +73,7 @@ class Busy(SmolclusterError):
 
 
 class Unavailable(SmolclusterError):
-    """Some layers are on no machine. Retry later."""
+    """Some layers are not loaded on any stage. Retry later."""
 
     retry_after_s: float = 5.0
 
@@ -83,6 +82,10 @@ class RetriesExhausted(SmolclusterError):
     """The connected machines failed several times. Retry later."""
 
     retry_after_s: float = 5.0
+
+
+class PromptTooLong(SmolclusterError):
+    """The prompt does not fit into the memory of the connected machines."""
 
 
 class Engine(Protocol):
@@ -99,7 +102,8 @@ class Engine(Protocol):
     def stream(self, request: SequenceRequest) -> AsyncGenerator[Token, None]:
         """Yield the tokens that follow. Closing the generator frees the sequence at once.
 
-        Raises Busy or Unavailable before the first token; Unavailable or RetriesExhausted later if its machines stay lost.
+        Raises Busy, Unavailable or PromptTooLong before the first token; Unavailable or RetriesExhausted later if its machines
+        stay lost.
         """
 
     def state(self) -> dict[str, Any]:

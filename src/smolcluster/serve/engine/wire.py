@@ -49,7 +49,7 @@ from smolcluster.serve.engine.types import Amount, Flag, Name, Positive, Real, S
 
 CODECS = ("fp32", "bf16", "fp16", "int8")
 TYPES = {type_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
-MOST_TOKENS = 1 << 16  # of a batch
+MAX_TOKENS = 1 << 16  # of a batch
 FP16_LARGEST = 65504.0
 
 T = TypeVar("T")
@@ -217,8 +217,8 @@ def read_assignment(meta: Mapping[str, Any], *, num_layers: int) -> Assignment:
 def read_batch(meta: Mapping[str, Any]) -> StageBatch:
     batch = _read(StageBatch, meta)
     sequences = {row.sequence for row in batch.rows}
-    if not sequences or len(sequences) != len(batch.rows) or batch.num_tokens > MOST_TOKENS:
-        raise ValueError(f"a batch has rows of different sequences, and at most {MOST_TOKENS} tokens")
+    if not sequences or len(sequences) != len(batch.rows) or batch.num_tokens > MAX_TOKENS:
+        raise ValueError(f"a batch has rows of different sequences, and at most {MAX_TOKENS} tokens")
     return batch
 
 

@@ -2,7 +2,7 @@
 
     POST /v1/chat/completions, /v1/completions     OpenAI's, whole or as server-sent events
     GET  /v1/models, /v1/models/NAME               the one model that is served
-    POST /chat, /query                             a message or a prompt; see `api_types.py`
+    POST /chat, /query                             a message or a prompt; see `request_parsing.py`
     GET  /health                                   200 when ready, else 503; without the key
     GET  /config, /metrics, /events                settings; Prometheus; the layout, live
     POST /login                                    a cookie for the key
@@ -30,9 +30,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import smolcluster
 from smolcluster.errors import SmolclusterError, needed
 from smolcluster.observe.prometheus import CONTENT_TYPE
-from smolcluster.serve.engine.types import Busy, RetriesExhausted, Unavailable
-from smolcluster.serve.http import api_types as types
-from smolcluster.serve.http.api_types import Json, ParsedRequest, ResponseFormat
+from smolcluster.serve.engine.types import Busy, PromptTooLong, RetriesExhausted, Unavailable
+from smolcluster.serve.http import request_parsing, response_bodies
+from smolcluster.serve.http.request_parsing import Json, ParsedRequest
+from smolcluster.serve.http.response_bodies import ResponseFormat
 from smolcluster.serve.http.service import BadRequest, CompletionJob, Service, TextChunk, UnknownModel
 from smolcluster.web.bodies import BadBody, BodyReaders, ClientGone, read_object
 from smolcluster.web.guard import (
@@ -55,9 +56,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-LAST_WORDS_S = 1.0  # for running answers, when the server stops; less than HttpLimits.ending_s
-LOOK_S = 0.1  # polling interval of /events
-BEAT_S = 15.0  # keep-alive interval of /events: only writing detects a vanished viewer
+DRAIN_S = 1.0  # for running answers, when the server stops; less than HttpLimits.ending_s
+POLL_S = 0.1  # polling interval of /events
+KEEP_ALIVE_S = 15.0  # keep-alive interval of /events: only writing detects a vanished viewer
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the answer
 
 _POSTS = ("/v1/chat/completions", "/v1/completions", "/chat", "/query", "/login")
@@ -77,7 +78,7 @@ def route_of(path: str) -> str:
 
 def error_json(status: int, text: str) -> tuple[str, bytes]:
     """Return content type and body of an error of the guard or the server."""
-    return "application/json", _json(types.error_body(text, status=status, code=_CODES.get(status)))
+    return "application/json", _json(response_bodies.error_body(text, status=status, code=_CODES.get(status)))
 
 
 def _methods(path: str) -> tuple[str, ...]:
@@ -118,7 +119,7 @@ class Api:
         self._created = int(time.time())
         self._closing = asyncio.Event()
         self._viewers = self._preparing = 0
-        self._readers = BodyReaders(least_s=service.limits.crowded_body_s)
+        self._readers = BodyReaders(min_s=service.limits.crowded_body_s)
         self._state, self._state_at = b"", -math.inf
         self._app = Guard(self._routes(), RULES, token=key, allow_hosts=allow_hosts)
 
@@ -149,9 +150,9 @@ class Api:
             self.service.metrics.requests[route_of(scope["path"]), status] += 1
 
     async def close(self) -> None:
-        """End /events. Running answers get LAST_WORDS_S, then end with an error."""
+        """End /events. Running answers get DRAIN_S, then end with an error."""
         self._closing.set()
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, self.service.end)
+        asyncio.get_running_loop().call_later(DRAIN_S, self.service.end)
 
     def _routes(self) -> App:
         with needed(extra="serve", purpose="serving a model"):
@@ -163,10 +164,10 @@ class Api:
 
         app = Starlette(
             routes=[
-                post("/v1/chat/completions", self._openai(types.read_chat, types.CHAT)),
-                post("/v1/completions", self._openai(types.read_completion, types.COMPLETION)),
-                post("/chat", self._simple(types.read_simple_chat)),
-                post("/query", self._simple(types.read_simple_query)),
+                post("/v1/chat/completions", self._openai(request_parsing.read_chat, response_bodies.CHAT)),
+                post("/v1/completions", self._openai(request_parsing.read_completion, response_bodies.COMPLETION)),
+                post("/chat", self._simple(request_parsing.read_simple_chat)),
+                post("/query", self._simple(request_parsing.read_simple_query)),
                 post("/login", self._login),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
@@ -198,7 +199,9 @@ class Api:
                 frames = _openai_frames(shape, head, job, logprobs=logprobs, include_usage=asked.include_usage)
                 return await self._streamed(request, job, frames)
             choices = await while_connected(request.receive, self.service.whole(job))
-            return _answer(types.whole_body(shape, head, choices, usage=job.usage, seed=job.seed, logprobs=logprobs))
+            return _answer(
+                response_bodies.whole_body(shape, head, choices, usage=job.usage, seed=job.seed, logprobs=logprobs)
+            )
 
         return endpoint
 
@@ -208,7 +211,7 @@ class Api:
             if asked.stream:
                 return await self._streamed(request, job, _simple_frames(self.service.model_name, job))
             (choice,) = await while_connected(request.receive, self.service.whole(job))
-            ending = types.simple_ending(self.service.model_name, choice, job.usage, job.seed)
+            ending = response_bodies.simple_ending(self.service.model_name, choice, job.usage, job.seed)
             return _answer({"response": choice.text, **ending})
 
         return endpoint
@@ -224,7 +227,7 @@ class Api:
             body = await read_object(
                 request.scope,
                 request.receive,
-                most_bytes=limits.body_bytes,
+                max_bytes=limits.body_bytes,
                 body_s=limits.body_s,
                 readers=self._readers,
             )
@@ -264,8 +267,8 @@ class Api:
         state = self.service.engine.state()
         if state.get("ready"):
             return _answer({"status": "ok", "ready": True})
-        there, wanted = state.get("there", 0), state.get("wanted", 0)
-        few = f": {there} of {wanted} connected" if there < wanted else ""
+        connected, wanted = state.get("there", 0), state.get("wanted", 0)
+        few = f": {connected} of {wanted} connected" if connected < wanted else ""
         waiting = {"status": f"waiting for machines{few}", "ready": False, "progress": _progress(state)}
         if self._key is None:  # they contain paths; with a key, see /events
             waiting["problems"] = state.get("problems", [])
@@ -316,29 +319,29 @@ class Api:
                 if state != shown:
                     shown, shown_at = state, now
                     yield b"data: " + state + b"\n\n"
-                elif now - shown_at > BEAT_S:
+                elif now - shown_at > KEEP_ALIVE_S:
                     shown_at = now
                     yield b":\n\n"
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), LOOK_S)
+                    await asyncio.wait_for(self._closing.wait(), POLL_S)
         finally:
             self._viewers -= 1
 
     def _current_state(self) -> bytes:
         """Return the engine's state, cached for all viewers."""
         now = time.monotonic()
-        if now - self._state_at >= LOOK_S / 2:
+        if now - self._state_at >= POLL_S / 2:
             self._state, self._state_at = _json(self.service.engine.state()), now
         return self._state
 
     # The page
 
     async def _login(self, request: Request) -> Response:
-        given = types.read_key(await read_object(request.scope, request.receive, most_bytes=4096))
+        given = request_parsing.read_key(await read_object(request.scope, request.receive, max_bytes=4096))
         if self._key is None:
             return _answer({"ok": True})
         if not equal(given, self._key):
-            return _answer(types.error_body("wrong key", status=401, field="key", code=_CODES[401]), 401)
+            return _answer(response_bodies.error_body("wrong key", status=401, field="key", code=_CODES[401]), 401)
         response = _answer({"ok": True})
         response.headers["set-cookie"] = RULES.login_cookie(self._key, request.scope)
         return response
@@ -370,9 +373,9 @@ def _openai_frames(
         async for piece in pieces:
             begins = piece.index not in begun
             begun.add(piece.index)
-            chunks = types.chunk_bodies(shape, head, piece, begins=begins, logprobs=logprobs, seed=job.seed)
+            chunks = response_bodies.chunk_bodies(shape, head, piece, begins=begins, logprobs=logprobs, seed=job.seed)
             yield [_json(chunk) for chunk in chunks]
-        last = head | {"object": shape.chunk, "choices": [], "usage": types.usage_body(job.usage)}
+        last = head | {"object": shape.chunk, "choices": [], "usage": response_bodies.usage_body(job.usage)}
         yield [*([_json(last)] if include_usage else []), b"[DONE]"]
 
     return frames
@@ -385,7 +388,7 @@ def _simple_frames(model: str, job: CompletionJob) -> Frames:
         async for piece in pieces:
             events = [_json({"text": piece.text})] if piece.text else []
             if piece.finish is not None:
-                events.append(_json({"done": True, **types.simple_ending(model, piece, job.usage, job.seed)}))
+                events.append(_json({"done": True, **response_bodies.simple_ending(model, piece, job.usage, job.seed)}))
             yield events
 
     return frames
@@ -412,22 +415,25 @@ _ERRORS: tuple[tuple[type[SmolclusterError], int, str | None, str], ...] = (
     (UnknownModel, 404, None, ""),
     (BadRequest, 400, None, ""),
     (BadBody, 400, None, ""),
+    (PromptTooLong, 400, "context_length_exceeded", ""),
     (Busy, 429, "rate_limit_exceeded", "too many requests"),
     (RetriesExhausted, 503, "given_up", ""),
-    (Unavailable, 503, "not_ready", "no machine holds some layers"),
+    (Unavailable, 503, "not_ready", "some layers are not loaded on any stage"),
     (ClientGone, CLIENT_CLOSED, None, "client closed request"),
 )
 
 
 def _error_response(error: Exception) -> tuple[int, Json, float | None]:
     """Return status, body and Retry-After."""
-    for kind, usual, usual_code, words in _ERRORS:
+    for kind, usual, usual_code, usual_text in _ERRORS:
         if isinstance(error, kind):
             status, code = getattr(error, "status", usual), getattr(error, "code", usual_code)
-            body = types.error_body(str(error) or words, status=status, field=getattr(error, "field", None), code=code)
+            body = response_bodies.error_body(
+                str(error) or usual_text, status=status, field=getattr(error, "field", None), code=code
+            )
             return status, body, getattr(error, "retry_after_s", None)
     _log.error("a request failed", exc_info=error)
-    return 500, types.error_body("internal server error", status=500), None
+    return 500, response_bodies.error_body("internal server error", status=500), None
 
 
 def _refused(_request: Request, error: Exception) -> Response:
@@ -445,7 +451,7 @@ def _progress(state: Json) -> str:
 
 def _not_found(request: Request, _error: Exception | None) -> Response:
     path = re.sub(r"[^\x21-\x7e]", "?", request.url.path[:80])
-    return _answer(types.error_body(f"no such path: {path}", status=404), 404)
+    return _answer(response_bodies.error_body(f"no such path: {path}", status=404), 404)
 
 
 def _answer(value: Json, status: int = 200, *, retry_s: float | None = None) -> Response:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _LONG = 2000  # characters: longer texts are tokenized in a thread
 _SEEDS = 1 << 63
-_LEAST_P = 1e-9
+_MIN_P = 1e-9
 _BUSY = "the queue is full"
 
 
@@ -110,11 +110,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionJob:
-    """A request that is in order: what the engine is asked, choice by choice."""
+    """A validated, tokenized request: one sequence for each choice."""
 
     sequences: tuple[SequenceRequest, ...]  # in the order of their index
     stop: tuple[str, ...]
-    begins: bool  # a text of its own; else the prompt goes on
+    is_chat: bool  # the answer is a text of its own; else it continues the prompt
     seed: int
     usage: Usage  # counted while it runs
 
@@ -185,9 +185,12 @@ class Service:
         if self.sequences + len(sequences) > self.limits.sequences:
             raise Busy(_BUSY)
         usage = Usage(prompt_tokens=sum(map(len, prompts)))
-        begins = request.messages is not None
         return CompletionJob(
-            sequences=tuple(sequences), stop=tuple(request.stop), begins=begins, seed=seed, usage=usage
+            sequences=tuple(sequences),
+            stop=tuple(request.stop),
+            is_chat=request.messages is not None,
+            seed=seed,
+            usage=usage,
         )
 
     def check_model(self, name: str | None) -> None:
@@ -212,7 +215,7 @@ class Service:
                 raise BadRequest(f"{name} is {_short(value)}; it must be {low:g} to {high:g}", name)
             given[name] = float(value)
         if given.get("top_p") == 0:
-            given["top_p"] = _LEAST_P  # the most likely alone
+            given["top_p"] = _MIN_P  # the most likely alone
         if request.top_k is not None:
             if request.top_k < -1:
                 raise BadRequest(f"top_k is {_short(request.top_k)}; it must be 1 or more, or 0 for all", "top_k")
@@ -338,7 +341,7 @@ class Service:
     ) -> AsyncGenerator[TextChunk, None]:
         """Stream one sequence up to a stop string, a stop token or its length."""
         clock = _TokenClock(self.metrics)
-        writing = _TextWriter(self.text, job.stop, begins=job.begins, logprobs=sequence.sampling.logprobs is not None)
+        writing = _TextWriter(self.text, job.stop, begins=job.is_chat, logprobs=sequence.sampling.logprobs is not None)
         unread = len(sequence.tokens)
         finish: Finish = "length"
         async with contextlib.aclosing(self.engine.stream(sequence)) as tokens:

@@ -1,7 +1,7 @@
 // The server: answers as they are written, and what its machines do. What goes wrong becomes a sentence.
 
 export class Failure extends Error {
-  /** `kind`: key, busy, away, lost, broken, refused. `retryAfter` in seconds, where the server said so. */
+  /** `kind`: key, busy, away, lost, broken, refused. `retryAfter` in seconds, where the server sent it. */
   constructor(message, { kind, status = null, retryAfter = null }) {
     super(message);
     Object.assign(this, { kind, status, retryAfter });
@@ -85,10 +85,10 @@ async function* events(body) {
 }
 
 async function failure(answer) {
-  let said = "";
+  let reason = "";
   try {
     const body = await answer.json();
-    said = body?.error?.message ?? (typeof body?.error === "string" ? body.error : "");
+    reason = body?.error?.message ?? (typeof body?.error === "string" ? body.error : "");
   } catch {
     // not in the form that was promised
   }
@@ -98,13 +98,13 @@ async function failure(answer) {
     case 401:
       return new Failure("This server needs a key.", { kind: "key", ...details });
     case 429:
-      return new Failure(sentence(said, "Too many questions at once."), { kind: "busy", ...details, retryAfter: details.retryAfter ?? 2 });
+      return new Failure(sentence(reason, "Too many questions at once."), { kind: "busy", ...details, retryAfter: details.retryAfter ?? 2 });
     case 503:
-      return new Failure(sentence(said, "The model is not ready."), { kind: "away", ...details, retryAfter: details.retryAfter ?? 5 });
+      return new Failure(sentence(reason, "The model is not ready."), { kind: "away", ...details, retryAfter: details.retryAfter ?? 5 });
     case 413:
-      return new Failure(sentence(said, "The conversation is too long for this server. Begin a new one."), { kind: "refused", ...details });
+      return new Failure(sentence(reason, "The conversation is too long for this server. Begin a new one."), { kind: "refused", ...details });
     default:
-      return new Failure(sentence(said, `The server failed to answer (${answer.status}).`), { kind: "refused", ...details });
+      return new Failure(sentence(reason, `The server failed to answer (${answer.status}).`), { kind: "refused", ...details });
   }
 }
 
@@ -116,7 +116,7 @@ function sentence(words, otherwise) {
   return /[.!?]$/.test(upper) ? upper : `${upper}.`;
 }
 
-/** The engine's state whenever it changes; goes on by itself when the connection breaks. */
+/** The engine's state whenever it changes; reconnects when the connection breaks. */
 export function follow({ changed, connection }) {
   let retry = 0;
   const open = () => {

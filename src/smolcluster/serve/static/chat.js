@@ -10,7 +10,7 @@ import { startTheme } from "./theme.js";
 
 const $ = (id) => document.getElementById(id);
 const AT_END_PX = 48;
-const MOST_RETRIES = 20; // by itself, when the server said when
+const MAX_RETRIES = 20; // automatic, when the server sent Retry-After
 const OPENINGS = ["Once upon a time", "It was a quiet morning when", "The most important thing to know is"];
 const SUGGESTIONS = ["Why is the sky blue?", "Write a haiku about old computers.", "Explain recursion to a child."];
 
@@ -30,8 +30,8 @@ const deleted = new Set(); // of this page: an answer that ends later does not b
 const question = $("question");
 const scroller = $("scroller");
 const log = $("log");
-const said = (words) => text($("said"), words);
-const strip = new Strip($("strip"), { say: said });
+const announce = (message) => text($("said"), message); // for screen readers
+const strip = new Strip($("strip"), { say: announce });
 const settings = new Settings($("settings").querySelector("form"), { changed: () => showSettings() });
 
 // The conversation on the page
@@ -235,7 +235,7 @@ async function answer() {
   log.append(view.node);
   around();
   toEnd();
-  said("The answer is being written.");
+  announce("The answer is being written.");
 
   const began = performance.now();
   let first = null;
@@ -278,7 +278,7 @@ async function answer() {
   if (problem) fail(problem);
   else {
     tries = 0;
-    said(message.ended === "stopped" ? "Stopped." : "The answer is complete.");
+    announce(message.ended === "stopped" ? "Stopped." : "The answer is complete.");
   }
 }
 
@@ -287,7 +287,7 @@ function soFar(messages) {
   return messages.reduce((text, { role, content }) => text + (role === "user" && text && !text.endsWith("\n") ? "\n" : "") + content, "");
 }
 
-/** Wait while stages are starting; the notice says how far they are. */
+/** Wait while stages are starting; the notice shows their progress. */
 function ready(signal) {
   if (engine?.ready !== false) return Promise.resolve();
   return new Promise((resolve, reject) => {
@@ -320,7 +320,7 @@ function fail(problem) {
   $("failure").replaceChildren(words, wrong ? "" : again);
   if (wrong) takeBack(); // it would be refused again, and everything after it
   $("failure").hidden = false;
-  if (problem.retryAfter !== null && tries < MOST_RETRIES) {
+  if (problem.retryAfter !== null && tries < MAX_RETRIES) {
     tries += 1;
     const until = performance.now() + problem.retryAfter * 1000;
     const count = el("span", { class: "count", "aria-hidden": "true" });
@@ -410,7 +410,7 @@ async function takeKey() {
   try {
     return await login(decodeURIComponent(key));
   } catch {
-    return false; // nobody answers, or it is no key: what follows says so
+    return false; // no answer, or an invalid key: the next request reports it
   }
 }
 
@@ -532,7 +532,7 @@ function toEnd() {
 }
 
 function scrolled() {
-  // The event may come when the answer has already grown again: only who moves up has left the end.
+  // The event may come when the answer has already grown again: only a user who scrolls up has left the end.
   const gap = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight;
   if (gap < AT_END_PX) atEnd = true;
   else if (scroller.scrollTop < lastTop - 1) atEnd = false;

@@ -1,8 +1,8 @@
 // Conversations, kept in this browser and nowhere else. One entry each, so that two windows do not write over each other.
 
 const PREFIX = "smolcluster.chat.";
-const MOST = 50;
-const MOST_CHARACTERS = 2_000_000; // of all together; browsers give about 5 MB
+const MAX_STORED = 50;
+const MAX_CHARACTERS = 2_000_000; // of all together; browsers give about 5 MB
 
 function entries() {
   const found = [];
@@ -20,7 +20,7 @@ function entries() {
   return found.sort((a, b) => b.conversation.updated - a.conversation.updated);
 }
 
-/** What is stored may be from another version, or from somebody else on this address. */
+/** What is stored may be from another version, or from another user of this address. */
 function read(value) {
   let found;
   try {
@@ -46,7 +46,7 @@ export function keep(conversation) {
   const value = JSON.stringify(conversation);
   const others = entries().filter((entry) => entry.conversation.id !== conversation.id);
   let size = value.length + others.reduce((sum, entry) => sum + entry.size, 0);
-  while (others.length && (others.length >= MOST || size > MOST_CHARACTERS)) {
+  while (others.length && (others.length >= MAX_STORED || size > MAX_CHARACTERS)) {
     const oldest = others.pop();
     size -= oldest.size;
     forget(oldest.conversation.id);

@@ -33,7 +33,7 @@ export async function copy(string) {
   }
 }
 
-/** A button that copies, and says so for a moment. */
+/** A button that copies, and confirms it for a moment. */
 export function copyButton(label, read) {
   const button = el("button", { type: "button", class: "quiet", "aria-label": label }, "Copy");
   let timer = 0;

@@ -6,7 +6,7 @@ import { el } from "./dom.js";
 
 const DEEPEST = 12; // emphasis within emphasis
 const LONGEST_ADDRESS = 2048;
-const LONGEST = 20_000; // characters of one paragraph: nobody writes such a one, and it would be drawn again with every word
+const LONGEST = 20_000; // characters of one paragraph: a longer one would be drawn again with every word
 const ESCAPABLE = /[!-/:-@[-`{-~]/;
 const SPECIAL = /[\\`*_~[!<\nh]/g;
 const SPACE = /\s/;
@@ -243,7 +243,7 @@ class Sequence {
       const place = this.openers[i];
       const opener = this.items[place];
       const used = mark === "~" ? 2 : Math.min(2, count, opener.count);
-      this.openers.length = i + 1; // what opened later has found nobody
+      this.openers.length = i + 1; // later openers stay unmatched
       for (const name of Object.keys(this.floor)) this.floor[name] = Math.min(this.floor[name], i + 1);
       const inside = this.items.splice(place + 1);
       const depth = 1 + inside.reduce((most, item) => Math.max(most, item.depth ?? 0), 0);

@@ -7,7 +7,7 @@ import { copyButton, el } from "./dom.js";
 import { inline } from "./inline.js";
 
 const DEEPEST = 8; // quotes and lists within each other
-const MOST_COLUMNS = 40;
+const MAX_COLUMNS = 40;
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?=[ \t]|$)/;
 const QUOTE = /^ {0,3}> ?/;
@@ -140,7 +140,7 @@ function table(lines, from) {
   if (rule === undefined || !lines[from].includes("|") || !/^[ \t|:-]+$/.test(rule) || !rule.includes("-")) return null;
   const head = cells(lines[from]);
   const marks = cells(rule);
-  if (head.length !== marks.length || head.length > MOST_COLUMNS || !marks.every((mark) => /^:?-+:?$/.test(mark))) return null;
+  if (head.length !== marks.length || head.length > MAX_COLUMNS || !marks.every((mark) => /^:?-+:?$/.test(mark))) return null;
   const align = marks.map((mark) => (mark.endsWith(":") ? (mark.startsWith(":") ? "center" : "right") : null));
   const rows = [];
   let to = from + 2;

@@ -1,4 +1,4 @@
-// How answers are made: only what somebody has set is sent, the rest is the server's.
+// How answers are made: only what the user has set is sent; the rest is the server's default.
 
 import { el, text } from "./dom.js";
 
@@ -47,7 +47,7 @@ export class Settings {
     return field.name === "max_tokens" && this.context ? { ...field, max: this.context } : field;
   }
 
-  /** What the server says about itself: {context, sampling: {temperature, ...}, limits: {max_tokens}, ...}, and its models. */
+  /** The server's configuration: {context, sampling: {temperature, ...}, limits: {max_tokens}, ...}, and its models. */
   learn(config, models) {
     if (Number.isInteger(config?.context) && config.context > 0) this.context = config.context;
     const known = { ...config?.sampling, max_tokens: config?.limits?.max_tokens };
@@ -134,7 +134,7 @@ function stored() {
   }
 }
 
-/** In words, for whoever cannot see the panel. */
+/** As text, for screen readers. */
 export function summary(settings, node) {
   const count = settings.touched();
   text(node, count === 0 ? "Settings" : `Settings, ${count} changed`);

@@ -1,13 +1,13 @@
 // Which machine holds which layers, in order, and every token on its way through them.
 //
 //   layers 0-14              layers 15-29                the model, as wide as it is deep
-//   mini1  mini2             pi5             | spare     who holds them
+//   mini1  mini2             pi5             | spare     their machines
 
 import { el, keyed, text } from "./dom.js";
 
 const LOST_S = 8; // a machine that is gone is shown for so long
 const APART_MS = 90; // tokens that come faster than this share a dot
-const MOST_DOTS = 8;
+const MAX_DOTS = 8;
 const COLORS = 8;
 
 /** First and number of the layers of each stage: `layers` has its first and its last. */
@@ -37,7 +37,7 @@ export class Strip {
     [this.stages, this.spares] = node.children;
     this.state = null;
     this.lost = new Map(); // name -> {machine, stage, until}
-    this.told = new Set(); // of the server: which loss was shown already
+    this.shownLosses = new Set(); // of those that the server reports
     this.lastDot = 0;
     this.passed = 0;
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -50,7 +50,7 @@ export class Strip {
     this.noteLost(before);
     this.draw();
     const tokens = (all) => Math.max(0, ...(all?.stages[0]?.machines ?? []).map((machine) => machine.tokens ?? 0));
-    if (before && !this.own && tokens(this.state) > tokens(before)) this.dot(); // somebody else's
+    if (before && !this.own && tokens(this.state) > tokens(before)) this.dot(); // of other clients
   }
 
   noteLost(before) {
@@ -65,11 +65,11 @@ export class Strip {
       }
     });
     for (const machine of this.state.lost ?? []) {
-      // Told by the server: also to a page that was opened later.
+      // Reported by the server, also to a page that was opened later.
       const ago = Math.max(0, Date.now() / 1000 - Number(machine.at)); // by two clocks: it may never be over
       const loss = `${machine.name} ${machine.at}`;
-      const known = this.told.has(loss) || names.has(machine.name) || this.lost.has(machine.name);
-      this.told.add(loss);
+      const known = this.shownLosses.has(loss) || names.has(machine.name) || this.lost.has(machine.name);
+      this.shownLosses.add(loss);
       if (known || !(ago < LOST_S)) continue;
       this.lost.set(machine.name, { machine: { ...machine, state: "lost", busy: 0 }, stage: machine.stage ?? 0, until: Date.now() + (LOST_S - ago) * 1000 });
       setTimeout(() => this.draw(), (LOST_S - ago) * 1000 + 50);
@@ -113,7 +113,7 @@ export class Strip {
   dot() {
     const now = performance.now();
     if (this.still.matches || document.hidden || this.node.hidden || now - this.lastDot < APART_MS) return;
-    if (this.node.querySelectorAll(".dot").length >= MOST_DOTS) return;
+    if (this.node.querySelectorAll(".dot").length >= MAX_DOTS) return;
     this.lastDot = now;
     const columns = [...this.stages.children];
     const { left: edge, top: above } = this.node.getBoundingClientRect();

@@ -28,7 +28,7 @@ from smolcluster.serve.text.chat_template import ChatTemplate, TemplateFailed, c
 RENDER_S = 5.0  # usually milliseconds
 START_S = 60.0  # to import Jinja on a busy machine
 KILL_S = 2.0  # after the deadline, at which the child exits by itself
-MOST_PROCESSES = 4
+MAX_PROCESSES = 4
 MEMORY_BYTES = 1 << 30  # in addition to what the child has at its start
 _KEPT = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONUSERBASE"),
@@ -114,11 +114,11 @@ class _Process:
 
 
 class _Pool:
-    """At most MOST_PROCESSES children, the last used first."""
+    """At most MAX_PROCESSES children, the last used first."""
 
     def __init__(self) -> None:
         self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: not started
-        for _ in range(MOST_PROCESSES):
+        for _ in range(MAX_PROCESSES):
             self._idle.put(None)
 
     def ask(self, asked: dict[str, Any], *, within_s: float) -> dict[str, Any]:

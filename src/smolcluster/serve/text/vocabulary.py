@@ -185,7 +185,7 @@ class _Spelling:
 
 NORMAL, UNKNOWN_TOKEN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # Characters in all splits of all tokens: 16 million for 256,000 tokens of 8 characters.
-_MOST_SPLIT = 1 << 26
+_MAX_SPLIT = 1 << 26
 
 _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -308,7 +308,7 @@ def _sentencepiece_model(metadata: Mapping[str, Any], tokens: list[str], types: 
 
 def _check_splits(tokens: Collection[str]) -> None:
     """Bound the time and memory of splitting every token at every position."""
-    if sum(len(text) ** 2 for text in tokens) > _MOST_SPLIT:
+    if sum(len(text) ** 2 for text in tokens) > _MAX_SPLIT:
         longest = max(tokens, key=len)
         raise UserError(
             f"tokenizer.ggml.tokens are too long: the longest, {longest[:16]!r}..., has {len(longest)} characters"

@@ -1,4 +1,4 @@
-// Light or dark: as the system says, until somebody chooses. Shared by all pages.
+// Light or dark: follows the system until the user chooses. Shared by all pages.
 
 const KEY = "theme";
 
@@ -10,12 +10,12 @@ function stored() {
   }
 }
 
-/** `changed` is called whenever the colours are others. */
+/** `changed` is called when the colours change. */
 export function startTheme(button, changed = () => {}) {
   const root = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const show = (wish) => {
-    if (wish === "light" || wish === "dark") root.dataset.theme = wish;
+  const show = (theme) => {
+    if (theme === "light" || theme === "dark") root.dataset.theme = theme;
     else delete root.dataset.theme;
     changed();
   };

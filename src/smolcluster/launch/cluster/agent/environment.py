@@ -62,11 +62,11 @@ def _uv() -> str | None:
 @contextlib.contextmanager
 def _exclusive(root: Path) -> Iterator[None]:
     """Lock an environment while it is made: an `up` of another cluster may need the same one."""
-    lock, told = None, False
+    lock, reported = None, False
     while (lock := lock_file(root.with_name(root.name + ".lock"), within_s=0.5)) is None:
-        if not told:
+        if not reported:
             say(say="another `up` is making this environment; waiting for it")
-            told = True
+            reported = True
     try:
         yield
     finally:
@@ -101,8 +101,8 @@ def numbers(version):
     found = [int(part) for part in re.match(r"[0-9]+([.][0-9]+)*", version)[0].split(".")]
     return found + [0] * (8 - len(found))
 def fits(version, bounds):
-    told = re.findall(r"(>=|<=|==|!=|>|<)\\s*([0-9][0-9.]*)", bounds)
-    return all(COMPARE[how](numbers(version), numbers(bound)) for how, bound in told)
+    limits = re.findall(r"(>=|<=|==|!=|>|<)\\s*([0-9][0-9.]*)", bounds)
+    return all(COMPARE[how](numbers(version), numbers(bound)) for how, bound in limits)
 missing = []
 for wanted in json.loads(sys.argv[1]):
     bounds, _, marker = wanted.partition(";")
@@ -139,9 +139,9 @@ def _run(command: list[str]) -> None:
         text = " ".join(lines[-3:])
         if "No space left" in text or "Errno 28" in text:
             raise AgentError("the disk is full", MAKE_ROOM)
-        words = "; ".join(lines[-3:]) or f"status {process.returncode}"
+        reason = "; ".join(lines[-3:]) or f"status {process.returncode}"
         raise AgentError(
-            f"making the environment failed: {words}",
+            f"making the environment failed: {reason}",
             "check that the machine reaches a package index, or name a Python that has torch as `python` of the host",
         )
 

@@ -57,30 +57,30 @@ def _gpus() -> list[str]:
 
 def _port_problem(bind: str, port: int) -> str | None:
     try:
-        _door(bind, port).close()
+        _listen(bind, port).close()
     except OSError as error:
         return os.strerror(error.errno or 0)
     return None
 
 
-def _door(bind: str, port: int) -> socket.socket:
+def _listen(bind: str, port: int) -> socket.socket:
     return socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
 
 
 def listen(bind: str, port: int, within_s: float, **_: Any) -> None:
     """Accept connections at a port for `within_s`, or until the client disconnects."""
     try:
-        door = _door(bind, port)
+        listener = _listen(bind, port)
     except OSError as error:
         say(taken=os.strerror(error.errno or 0))
         return
-    with door:
+    with listener:
         say(listening=True)
         until = time.monotonic() + within_s
-        door.settimeout(0.5)
+        listener.settimeout(0.5)
         while time.monotonic() < until:
             with contextlib.suppress(TimeoutError):
-                door.accept()[0].close()
+                listener.accept()[0].close()
             say(beat=True)
 
 

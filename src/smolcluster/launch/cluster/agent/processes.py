@@ -96,11 +96,11 @@ def _start_keeper(command: list[str], *, session: str, window: str, panes: bool)
         if made == 0:
             _tmux(tmux, "set-option", "-t", f"={session}:", "remain-on-exit", "on")
             return
-    apart: dict[str, Any] = {"start_new_session": True}
+    new_session: dict[str, Any] = {"start_new_session": True}
     if os.name == "nt":
-        apart = {"creationflags": 0x00000008 | 0x00000200}  # detached, in a group of its own
+        new_session = {"creationflags": 0x00000008 | 0x00000200}  # detached, in a group of its own
     nothing = subprocess.DEVNULL
-    subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, close_fds=True, **apart)
+    subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, close_fds=True, **new_session)
 
 
 def _tmux(tmux: str, *arguments: str) -> int:

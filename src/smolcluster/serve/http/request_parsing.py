@@ -1,10 +1,10 @@
-"""JSON to a CompletionRequest, and chunks to OpenAI's JSON. Pure: no HTTP, no model.
+"""Parse the JSON of a request into a CompletionRequest. Pure: no HTTP, no model.
 
 Fields are
 
     read        with OpenAI's meaning, and top_k and repetition_penalty
     ignored     known to OpenAI, without effect on the answer: IGNORED
-    refused     known to OpenAI, not supported: NOT_HERE; null and values without effect pass
+    refused     known to OpenAI, not supported: UNSUPPORTED; null and values without effect pass
     unknown     refused, with the nearest known name
 """
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from smolcluster.serve.http.service import BadRequest, CompletionRequest, TextChunk, Timing, TokenLogprob, Usage
+from smolcluster.serve.http.service import BadRequest, CompletionRequest
 
 Json = dict[str, Any]
 
@@ -38,7 +38,7 @@ IGNORED = frozenset(
     }
 )
 # Unsupported fields, with the values that have no effect.
-NOT_HERE: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
     "logit_bias": ({},),
@@ -80,12 +80,14 @@ def read_chat(body: Json) -> ParsedRequest:
         logprobs=(most_likely or 0) if wanted else None,
         logprobs_field="top_logprobs",
     )
-    return _asked(body, request)
+    return _with_stream_options(body, request)
 
 
 def read_completion(body: Json) -> ParsedRequest:
     _check_names(body, COMPLETION_FIELDS)
-    return _asked(body, CompletionRequest(**_shared(body), prompts=_prompts(body), logprobs=_whole(body, "logprobs")))
+    return _with_stream_options(
+        body, CompletionRequest(**_shared(body), prompts=_prompts(body), logprobs=_whole(body, "logprobs"))
+    )
 
 
 def read_simple_chat(body: Json) -> ParsedRequest:
@@ -102,7 +104,7 @@ def read_simple_chat(body: Json) -> ParsedRequest:
         messages = [*messages, {"role": "user", "content": _string(body[name], name)}]
     if body.get("system") is not None:
         messages = [{"role": "system", "content": _string(body["system"], "system")}, *messages]
-    return _asked(body, CompletionRequest(**_shared(body), messages=messages))
+    return _with_stream_options(body, CompletionRequest(**_shared(body), messages=messages))
 
 
 def read_simple_query(body: Json) -> ParsedRequest:
@@ -110,7 +112,7 @@ def read_simple_query(body: Json) -> ParsedRequest:
     names = ("prompt", "query", "text")
     _check_names(body, (*SIMPLE_FIELDS, *names))
     name = _one_of(body, names)
-    return _asked(body, CompletionRequest(**_shared(body), prompts=[_string(body[name], name)]))
+    return _with_stream_options(body, CompletionRequest(**_shared(body), prompts=[_string(body[name], name)]))
 
 
 def read_key(body: Json) -> str:
@@ -119,7 +121,7 @@ def read_key(body: Json) -> str:
     return _string(body.get("key"), "key")
 
 
-def _asked(body: Json, request: CompletionRequest) -> ParsedRequest:
+def _with_stream_options(body: Json, request: CompletionRequest) -> ParsedRequest:
     stream, options = _flag(body, "stream"), body.get("stream_options")
     if options is None:
         return ParsedRequest(request=request, stream=stream, include_usage=False)
@@ -213,10 +215,10 @@ def _tokens(given: Any, at: str) -> str | list[int]:
 
 def _check_names(body: Json, known: Iterable[str], ignored: Iterable[str] | None = None, at: str = "") -> None:
     known = tuple(known)
-    passing = IGNORED | NOT_HERE.keys() if ignored is None else frozenset(ignored)
+    passing = IGNORED | UNSUPPORTED.keys() if ignored is None else frozenset(ignored)
     for name, value in body.items():
-        if name in NOT_HERE and ignored is None:
-            if value is not None and not any(type(value) is type(n) and value == n for n in NOT_HERE[name]):
+        if name in UNSUPPORTED and ignored is None:
+            if value is not None and not any(type(value) is type(n) and value == n for n in UNSUPPORTED[name]):
                 raise BadRequest(f"{name} is not supported here; leave it out", name)
         elif name not in known and name not in passing:
             near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.6)
@@ -232,11 +234,11 @@ def _one_of(body: Json, names: Sequence[str]) -> str:
     return given[0]
 
 
-def _value(body: Json, name: str, kind: Any, words: str, at: str = "") -> Any:
+def _value(body: Json, name: str, kind: Any, expected: str, at: str = "") -> Any:
     """Return a field of this type, or None. A bool is not a number."""
     value = body.get(name)
     if value is not None and not (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
-        raise _wrong(at + name, words, value)
+        raise _wrong(at + name, expected, value)
     return value
 
 
@@ -274,8 +276,10 @@ def _string(value: Any, name: str) -> str:
     return value
 
 
-def _wrong(name: str, kind: str, value: Any) -> BadRequest:
-    return BadRequest(f"{name} is missing" if value is None else f"{name} must be {kind}, not {_shown(value)}", name)
+def _wrong(name: str, expected: str, value: Any) -> BadRequest:
+    return BadRequest(
+        f"{name} is missing" if value is None else f"{name} must be {expected}, not {_shown(value)}", name
+    )
 
 
 def _shown(value: Any) -> str:
@@ -285,127 +289,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, str):
         return ascii(value[:80])
     return json.dumps(value)[:80] if not _is_whole(value) or abs(value) < 10**18 else "a very large number"
-
-
-# Answers
-
-
-def error_body(message: str, *, status: int, field: str | None = None, code: str | None = None) -> Json:
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
-
-
-def usage_body(usage: Usage) -> Json:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
-
-
-def timing_body(seed: int, timing: Timing | None) -> Json:
-    """Return our additions: under `smolcluster` in an answer, and in the last chunk of each choice."""
-    return {"seed": seed, **asdict(timing or Timing())}
-
-
-def simple_ending(model: str, last: TextChunk, usage: Usage, seed: int) -> Json:
-    """Return the fields of /chat and /query beside the text."""
-    return {"model": model, "finish_reason": last.finish, "usage": usage_body(usage), **timing_body(seed, last.timing)}
-
-
-def spelled(token: bytes) -> str:
-    """Return the text of a token, or its escaped bytes."""
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
-
-
-def chat_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
-    def one(token: bytes, logprob: float) -> Json:
-        return {"token": spelled(token), "logprob": logprob, "bytes": list(token)}
-
-    content = [
-        one(t.token, t.logprob) | {"top_logprobs": [one(token, logprob) for token, logprob in t.top]} for t in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def completion_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
-    def likeliest(one: TokenLogprob) -> Json:
-        """Include the sampled token, even if it is not one of the most likely."""
-        return {spelled(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
-
-    return {
-        "tokens": [spelled(t.token) for t in tokens],
-        "token_logprobs": [t.logprob for t in tokens],
-        "top_logprobs": [likeliest(t) for t in tokens],
-        "text_offset": [t.offset for t in tokens],
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseFormat:
-    """The response format of one of OpenAI's routes."""
-
-    prefix: str  # of their ids
-    whole: str  # `object`
-    chunk: str
-    logprobs: Callable[[Sequence[TokenLogprob]], Json]
-    choice: Callable[[str], Json]  # a whole text
-    piece: Callable[[str], Json]  # some text of a stream
-    first: tuple[Json, ...] = ()  # before the first chunk of a choice: in a chat, the role
-
-
-CHAT = ResponseFormat(
-    prefix="chatcmpl",
-    whole="chat.completion",
-    chunk="chat.completion.chunk",
-    logprobs=chat_logprobs,
-    choice=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
-    piece=lambda text: {"delta": {"content": text} if text else {}},
-    first=({"delta": {"role": "assistant", "content": "", "refusal": None}},),
-)
-COMPLETION = ResponseFormat(
-    prefix="cmpl",
-    whole="text_completion",
-    chunk="text_completion",
-    logprobs=completion_logprobs,
-    choice=lambda text: {"text": text},
-    piece=lambda text: {"text": text},
-)
-
-
-def whole_body(
-    shape: ResponseFormat, head: Json, choices: Sequence[TextChunk], *, usage: Usage, seed: int, logprobs: bool
-) -> Json:
-    listed = [
-        {
-            "index": choice.index,
-            **shape.choice(choice.text),
-            "logprobs": shape.logprobs(choice.logprobs) if logprobs else None,
-            "finish_reason": choice.finish,
-        }
-        for choice in choices
-    ]
-    about = timing_body(seed, choices[0].timing)
-    return head | {"object": shape.whole, "choices": listed, "usage": usage_body(usage), "smolcluster": about}
-
-
-def chunk_bodies(
-    shape: ResponseFormat, head: Json, piece: TextChunk, *, begins: bool, logprobs: bool, seed: int
-) -> list[Json]:
-    """Convert a chunk to OpenAI's: its text, then its finish reason. `begins`: the first of its choice."""
-
-    def chunk(content: Mapping[str, Any], logprobs: Json | None = None, finish: str | None = None) -> Json:
-        choice = {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": finish}
-        return head | {"object": shape.chunk, "choices": [choice]}
-
-    chunks = [chunk(content) for content in shape.first] if begins else []
-    if piece.text or piece.logprobs:
-        chunks.append(chunk(shape.piece(piece.text), shape.logprobs(piece.logprobs) if logprobs else None))
-    if piece.finish is not None:
-        last = chunk(shape.piece(""), finish=piece.finish)
-        chunks.append(last | {"smolcluster": timing_body(seed, piece.timing)})
-    return chunks
