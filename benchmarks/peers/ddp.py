@@ -6,7 +6,7 @@ PowerSGD's hook fails on gloo with more than one bucket, so there is only one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
