@@ -283,7 +283,7 @@ def test_an_option_is_written_alike_for_all_who_take_it() -> None:
 
 def test_the_section_says_who_takes_an_option_and_what_it_means_there() -> None:
     said = {key: field.description for key, field in StrategyConfig.model_fields.items()}
-    assert said["polyak_alpha"] == "syncps: share of the server's weights in a pull"
+    assert said["polyak_alpha"] == "syncps: weight of the server's weights in a pull; the rest is the worker's"
     assert said["step_timeout"].startswith(
         "allreduce (elastic), fsdp (elastic), diloco (elastic): seconds a worker may compute"
     )
