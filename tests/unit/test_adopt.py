@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from smolcluster.cli.join import lent
+from smolcluster.cli.join import describe_access
 from smolcluster.cli.options import OwnerOptions
 from smolcluster.config import Config, load_config, public_dict, resolve
 from smolcluster.config.names import SECTIONS, known_keys
@@ -240,6 +240,6 @@ def test_launchers_pass_on_what_a_worker_does_not_take_from_its_server() -> None
 )
 def test_an_offer_says_which_files_it_gives(overrides: list[str], expected: str) -> None:
     spec = worker_spec(0, "pi5", server="a:1", overrides=overrides)
-    offered = lent(OwnerOptions(override=overrides), spec.overrides)
+    offered = describe_access(OwnerOptions(override=overrides), spec.overrides)
     assert expected in offered
     assert ("none of its files" in offered) is (not overrides)

@@ -52,7 +52,7 @@ def join(
         port = door.getsockname()[1]
         with announced(called, port, addresses=addresses, system=facts["system"]):
             typer.echo(f"{called} waits at {', '.join(addresses)} port {port}")
-            typer.echo(f"the cluster may use {lent(own, spec.overrides)}")
+            typer.echo(f"the cluster may use {describe_access(own, spec.overrides)}")
             typer.echo("accept it where the cluster was started: smolcluster cluster accept")
             given = PairingGrant.read(_be_taken(door, facts))
     typer.echo(printable(f"accepted by {given.cluster}; its server is at {given.server}"))
@@ -76,24 +76,24 @@ class PairingGrant:
         for name, value in given.items():
             is_kind = isinstance(value, kinds[name]) and not isinstance(value, bool)
             if not is_kind or (isinstance(value, int) and value < 0):
-                said = f"{name} {value!r:.60}" if name in fields else f"no {name}"
+                found = f"{name} {value!r:.60}" if name in fields else f"no {name}"
                 what = "a number from 0 on" if name == "rank" else "a text"
-                raise UserError(f"the cluster gave {said} instead of {what}; are both machines on one version?")
+                raise UserError(f"the cluster gave {found} instead of {what}; are both machines on one version?")
         return cls(**given)
 
 
-def lent(own: OwnerOptions, given: Mapping[str, Any]) -> str:
+def describe_access(own: OwnerOptions, given: Mapping[str, Any]) -> str:
     """Describe what the cluster may use of this machine. `given`: the worker's own values by dotted name."""
     root, name = given.get("data.root"), given.get("data.name", "embedded")
     if root is not None:
-        said = [f"the files of {root}, whose content training can reveal"]
+        files = [f"the files of {root}, whose content training can reveal"]
     elif name != "embedded":
-        said = [f"the data {name} in its cache folder, downloaded if it is not there"]
+        files = [f"the data {name} in its cache folder, downloaded if it is not there"]
     else:
-        said = ["none of its files"]
-    said += [f"the code of {own.task}"] if own.task else []
-    said += [f"as you set it: {' '.join(own.override)}"] if own.override else []
-    return f"its {given.get('training.device') or 'best device'} and memory, and {'; '.join(said)}"
+        files = ["none of its files"]
+    files += [f"the code of {own.task}"] if own.task else []
+    files += [f"as you set it: {' '.join(own.override)}"] if own.override else []
+    return f"its {given.get('training.device') or 'best device'} and memory, and {'; '.join(files)}"
 
 
 def _door(address: str | None) -> socket.socket:

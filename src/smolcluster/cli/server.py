@@ -20,7 +20,7 @@ def server(
     sources: options.Sources = None,
     strategy: Annotated[
         str | None,
-        typer.Option(help="One of the elastic plane; see `smolcluster strategies`. Default: as CONFIG says."),
+        typer.Option(help="One of the elastic plane; see `smolcluster strategies`. Default: that of CONFIG."),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Workers to wait for before the first step.")] = None,
     bind: Annotated[

@@ -43,7 +43,7 @@ def up(
     ] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="With --local: how many. Default: 2.")] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="See `smolcluster strategies`. Default: as the file says.")
+        str | None, typer.Option(help="See `smolcluster strategies`. Default: that of the file.")
     ] = None,
     steps: options.Steps = None,
     override: options.Override = None,

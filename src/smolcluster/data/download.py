@@ -80,7 +80,7 @@ def fetch(
 
 
 def _fetch_one(url: str, target: Path, *, sha256: str, progress: Progress | None, max_bytes: int) -> None:
-    told = progress or (lambda *_: None)
+    report = progress or (lambda *_: None)
     request = urllib.request.Request(url, headers={"User-Agent": "smolcluster"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, replacing(target) as file:
         length = response.headers.get("Content-Length", "")
@@ -93,13 +93,13 @@ def _fetch_one(url: str, target: Path, *, sha256: str, progress: Progress | None
             digest.update(block)
             file.write(block)
             if done != total:
-                told(target.name, done, total)
+                report(target.name, done, total)
         # An exception here removes the temporary file.
         if total is not None and done != total:
             raise _BadMirror(f"ended after {done} of {total} bytes")
         if digest.hexdigest() != sha256:
             raise _BadMirror(f"has the checksum {digest.hexdigest()}, not {sha256}")
-    told(target.name, done, done)
+    report(target.name, done, done)
 
 
 @dataclass(frozen=True)

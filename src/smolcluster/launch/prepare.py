@@ -28,7 +28,7 @@ class Prepared:
     resume: Path | None = None
     plane: str = "mesh"
     backend: str | None = None
-    anew: bool = False  # `--resume auto` of a run that had saved nothing: start from step 0
+    fresh: bool = False  # `--resume auto` of a run that had saved nothing: start from step 0
 
     def opened(self, *, again: bool = False) -> AbstractContextManager[None]:
         """Lock the run directory and write the configuration and tokenizer into it.
@@ -37,7 +37,7 @@ class Prepared:
         """
         config, files = with_tokenizer(self.config, str(self.run_dir.tokenizer.absolute()))
         resume = again or self.resume is not None
-        return self.run_dir.opened(dump(config), files, resume=resume, anew=self.anew)
+        return self.run_dir.opened(dump(config), files, resume=resume, fresh=self.fresh)
 
 
 def prepare(
@@ -58,16 +58,16 @@ def prepare(
     run, so its directory may hold earlier results.
     """
     found: Resume | None = None
-    anew = False
+    fresh = False
     if resume is not None:
         try:
             found = find_resume(resume, run_dir=run_dir)
-            anew = found is None and lead
+            fresh = found is None and lead
         except UserError:
             if lead:
                 raise
         resume = None if resume == "auto" else resume
-    before = found.run if found is not None else RunDir(run_dir) if anew and run_dir is not None else None
+    before = found.run if found is not None else RunDir(run_dir) if fresh and run_dir is not None else None
     if not sources and found is not None and not found.run.config.is_file():
         raise UserError(f"{found.run.path} has no config.yaml; name the configuration to continue with, e.g. gpt")
     config = _load(sources, overrides=overrides, sets=sets or {}, before=before)
@@ -82,7 +82,7 @@ def prepare(
     else:
         place = new_run_dir(task_name(config), config.strategy.name)
     if lead:
-        place.check_free(resume=found is not None or again or anew)
+        place.check_free(resume=found is not None or again or fresh)
     source = found.source if found is not None else resume
     return Prepared(
         config=config,
@@ -91,7 +91,7 @@ def prepare(
         resume=None if source is None else Path(source),
         plane=plane,
         backend=backend,
-        anew=anew,
+        fresh=fresh,
     )
 
 
@@ -157,12 +157,16 @@ def _use_recorded_tokenizer(config: Config, run: RunDir) -> None:
 
 def with_tokenizer(config: Config, place: str) -> tuple[Config, dict[str, bytes]]:
     """If `data.tokenizer` is a path here, return its files and a configuration that names the folder `place` instead."""
-    said = config.data.tokenizer
-    if config.task is not None or said in (None, "bytes", "chars", "gpt2") or not Path(said).expanduser().exists():
+    tokenizer = config.data.tokenizer
+    if (
+        config.task is not None
+        or tokenizer in (None, "bytes", "chars", "gpt2")
+        or not Path(tokenizer).expanduser().exists()
+    ):
         return config, {}
     from smolcluster.engine.checkpoint.tokenizer_files import tokenizer_at  # numpy; few runs need it
 
-    files = tokenizer_at(said)
+    files = tokenizer_at(tokenizer)
     if files:
         config = config.model_copy(deep=True)
         config.data.tokenizer = place
@@ -171,14 +175,14 @@ def with_tokenizer(config: Config, place: str) -> tuple[Config, dict[str, bytes]
 
 def choose_plane(config: Config) -> str:
     """Return cluster.plane if the strategy supports it, else the strategy's default."""
-    record, said = record_of(config.strategy.name), config.cluster.plane
-    if said is not None and said not in record.planes:
-        there = sorted(name for name, other in all_records().items() if said in other.planes)
+    record, given = record_of(config.strategy.name), config.cluster.plane
+    if given is not None and given not in record.planes:
+        there = sorted(name for name, other in all_records().items() if given in other.planes)
         raise UserError(
-            f"strategy {record.name} does not run on the {said} plane; strategies that do: {', '.join(there)}"
+            f"strategy {record.name} does not run on the {given} plane; strategies that do: {', '.join(there)}"
         )
-    if said is not None:
-        return said
+    if given is not None:
+        return given
     return "elastic" if config.strategy.given().get(record.elastic_option) else record.planes[0]
 
 

@@ -86,8 +86,8 @@ def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Non
         ],
     }
     if any(problems.values()):
-        told = [f"{len(names)} {kind}: {first_of(names)}" for kind, names in problems.items() if names]
-        raise ValueError(f"the tensors are not those of the model ({'; '.join(told)})")
+        lines = [f"{len(names)} {kind}: {first_of(names)}" for kind, names in problems.items() if names]
+        raise ValueError(f"the tensors are not those of the model ({'; '.join(lines)})")
 
 
 def check_values(name: str, tensor: Tensor) -> None:

@@ -60,13 +60,13 @@ def from_plain(name: str, values: Mapping[str, Any]) -> DecoderConfig:
 def _check(name: str, value: Any, wanted: Any) -> None:
     if wanted is int:
         good = type(value) is int and 1 <= value <= MOST_SIZE
-        told = f"a whole number from 1 to {MOST_SIZE}"
+        expected = f"a whole number from 1 to {MOST_SIZE}"
     elif wanted is float:
         good = type(value) in (int, float) and 0 <= value < math.inf
-        told = "a number that is not negative"
+        expected = "a number that is not negative"
     elif bool in (wanted, *typing.get_args(wanted)):
-        good, told = type(value) is bool, "true or false"
+        good, expected = type(value) is bool, "true or false"
     else:
-        good, told = isinstance(value, str), "a word"
+        good, expected = isinstance(value, str), "a word"
     if not good:
-        raise ValueError(f"{name} is {value!r:.40}, not {told}")
+        raise ValueError(f"{name} is {value!r:.40}, not {expected}")

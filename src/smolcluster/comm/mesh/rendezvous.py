@@ -124,7 +124,7 @@ def connect(
 def _wait_for_rank_0(place: RankPlace, stop_requested: Callable[[], bool]) -> None:
     """Wait until rank 0 listens. TCPStore's own wait cannot be interrupted and reports no clear error."""
     where = f"{place.master_addr}:{place.master_port}"
-    began, told = time.monotonic(), False
+    began, logged = time.monotonic(), False
     while True:
         _leave_if(stop_requested)
         with contextlib.suppress(OSError), reach(place.master_addr, place.master_port, within_s=5.0):
@@ -135,9 +135,9 @@ def _wait_for_rank_0(place: RankPlace, stop_requested: Callable[[], bool]) -> No
                 f"rank {place.rank} cannot reach rank 0 at {where} after {place.join_timeout_s:g} s (cluster.join_timeout); "
                 "check that rank 0 runs with this address and port, and that no firewall blocks it"
             )
-        if waited > LOG_AFTER_S and not told:
+        if waited > LOG_AFTER_S and not logged:
             log.warning("waiting for rank 0 at %s", where)
-            told = True
+            logged = True
         time.sleep(_POLL_S)
 
 
@@ -148,7 +148,7 @@ def _leave_if(stop_requested: Callable[[], bool]) -> None:
 
 def _resolve(place: RankPlace, stop_requested: Callable[[], bool] = lambda: False) -> None:
     """Resolve rank 0's name, retrying: DNS may start later than this machine."""
-    host, until, told = place.master_addr, time.monotonic() + place.join_timeout_s, False
+    host, until, logged = place.master_addr, time.monotonic() + place.join_timeout_s, False
     while True:
         _leave_if(stop_requested)
         try:
@@ -161,9 +161,9 @@ def _resolve(place: RankPlace, stop_requested: Callable[[], bool] = lambda: Fals
                     f"--master-addr {host}: this machine cannot resolve that name ({why}); use the address of rank 0, "
                     "such as 192.168.1.10"
                 ) from error
-        if not told:
+        if not logged:
             log.warning("cannot resolve --master-addr %s (%s); retrying for %g s", host, why, place.join_timeout_s)
-            told = True
+            logged = True
         time.sleep(1.0)
 
 
@@ -207,7 +207,7 @@ def _wait_for_all(store: Store, place: RankPlace, me: Signature, stop_requested:
     that is restarted before that replaces its own signature.
     """
     keys = [f"joined/{rank}" for rank in range(place.world_size)]
-    began, told = time.monotonic(), False
+    began, logged = time.monotonic(), False
 
     def absent() -> list[int]:
         return [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -223,9 +223,9 @@ def _wait_for_all(store: Store, place: RankPlace, me: Signature, stop_requested:
             if waited > place.join_timeout_s or store.check([_MISSING]):
                 missing = absent() or [0]  # rank 0 posted no roll
                 break
-            if waited > LOG_AFTER_S and not told and place.rank == 0:
+            if waited > LOG_AFTER_S and not logged and place.rank == 0:
                 log.warning("waiting for %s of %d", _ranks(absent()), place.world_size)
-                told = True
+                logged = True
             time.sleep(_POLL_S)
         else:
             signed = [Signature(**line) for line in json.loads(store.get(_ROLL))]

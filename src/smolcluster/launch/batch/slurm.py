@@ -145,7 +145,7 @@ def _opening(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
     yield f"run_dir={shlex.quote(str(settings.run_dir))}"
     yield f"python={shlex.quote(settings.python)}"
     yield 'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"'
-    yield "# A run that was stopped goes on from what it saved. One that was ended before it saved begins anew."
+    yield "# A run that was stopped goes on from what it saved. One that ended before it saved starts again."
     yield f'arguments=({_arguments(job)} --run-dir "$run_dir" --resume auto)'
 
 

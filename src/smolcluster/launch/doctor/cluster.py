@@ -56,8 +56,8 @@ async def examine(layout: ClusterLayout, *, accept_new: bool = False) -> list[Fi
 
 def _problem(error: HostError) -> Finding:
     layer = _LAYERS.get(error.layer, Layer.SSH)
-    mend = error.remedy or _MEND.get(error.layer, "").replace("HOST", error.host)
-    return Finding(layer=layer, verdict=Verdict.BAD, what=error.what, remedy=mend, host=error.host)
+    fix = error.remedy or _MEND.get(error.layer, "").replace("HOST", error.host)
+    return Finding(layer=layer, verdict=Verdict.BAD, what=error.what, remedy=fix, host=error.host)
 
 
 def _machine(layout: ClusterLayout, name: str, seen: Mapping[str, Any]) -> list[Finding]:
@@ -141,6 +141,6 @@ async def _paths(layout: ClusterLayout, hosts: Mapping[str, Host]) -> list[Findi
             layer = _KNOCKS[knock["kind"]]
             path = next((path for path in layout.paths if path.source == host.name), None)
             lost = layer in (Layer.ROUTE, Layer.FIREWALL)  # a refusal proves the path
-            mend = "; ".join(path.commands()) if lost and path is not None else ""
-            found.append(bad(layer, f"cannot reach {lead} at {address}: {knock['words']}", mend, host=host.name))
+            fix = "; ".join(path.commands()) if lost and path is not None else ""
+            found.append(bad(layer, f"cannot reach {lead} at {address}: {knock['words']}", fix, host=host.name))
     return found

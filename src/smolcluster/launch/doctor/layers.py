@@ -178,11 +178,11 @@ def good(layer: Layer, what: str, *, host: str = "") -> Finding:
     return Finding(layer=layer, verdict=Verdict.GOOD, what=what, host=host)
 
 
-def warning(layer: Layer, what: str, mend: str = "", *, host: str = "") -> Finding:
-    """`mend`: what to do, where it is not the layer's first remedy."""
-    return Finding(layer=layer, verdict=Verdict.WARNING, what=what, remedy=mend or remedy(layer), host=host)
+def warning(layer: Layer, what: str, fix: str = "", *, host: str = "") -> Finding:
+    """`fix`: what to do instead of the layer's first remedy."""
+    return Finding(layer=layer, verdict=Verdict.WARNING, what=what, remedy=fix or remedy(layer), host=host)
 
 
-def bad(layer: Layer, what: str, mend: str = "", *, host: str = "") -> Finding:
-    """`mend`: what to do, where it is not the layer's first remedy."""
-    return Finding(layer=layer, verdict=Verdict.BAD, what=what, remedy=mend or remedy(layer), host=host)
+def bad(layer: Layer, what: str, fix: str = "", *, host: str = "") -> Finding:
+    """`fix`: what to do instead of the layer's first remedy."""
+    return Finding(layer=layer, verdict=Verdict.BAD, what=what, remedy=fix or remedy(layer), host=host)

@@ -97,13 +97,13 @@ def _tokens(answer: ServerProbe, mine: tuple[Credentials, ...]) -> Finding:
         return good(Layer.TOKEN, f"both have {answer.same.name}")
     if not mine:
         if answer.wants_token:
-            mend = "copy the server's: there `smolcluster token show --secret`, here `smolcluster token add`"
-            return bad(Layer.TOKEN, "the server requires a token, and this machine has none", mend)
+            fix = "copy the server's: there `smolcluster token show --secret`, here `smolcluster token add`"
+            return bad(Layer.TOKEN, "the server requires a token, and this machine has none", fix)
         return good(Layer.TOKEN, "no token, and none is required")
     if answer.wants_token:
         return bad(Layer.TOKEN, f"the server's token is not among this machine's: {names}")
-    mend = "start the server with this token, or remove it here: smolcluster token show"
-    return bad(Layer.TOKEN, f"the server has no token, and this machine would use {names}", mend)
+    fix = "start the server with this token, or remove it here: smolcluster token show"
+    return bad(Layer.TOKEN, f"the server has no token, and this machine would use {names}", fix)
 
 
 # What listens there

@@ -142,8 +142,8 @@ def copy(folder: str, name: str, run: str, have: dict[str, list[Any]], **_: Any)
         for place, path in _files_of(home, run):
             with contextlib.suppress(OSError):
                 grows = path.suffix in (".jsonl", ".log")
-                told = _copy_new(place, path, known, have) if grows else _copy_whole(place, path, known)
-                new = new or told
+                copied = _copy_new(place, path, known, have) if grows else _copy_whole(place, path, known)
+                new = new or copied
         if new:
             beat = time.monotonic()
             continue
