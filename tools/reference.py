@@ -1,4 +1,4 @@
-"""Pages of the documentation that are written from the schema, the records of the strategies and the doctor's table.
+"""Generate documentation from the schema, the records of the strategies and the doctor's table.
 
 python -m tools.reference docs    configuration.md, troubleshooting.md, tables in strategies/, line numbers in architecture.md
 """
@@ -31,7 +31,7 @@ smolcluster train gpt my.yaml --override training.batch_size=16 training.epochs=
 ```
 
 - Mappings merge, key by key; lists and single values replace what was there.
-- `null` means automatic, or the default. `smolcluster config show` prints what can be known before the data is opened.
+- `null` means automatic, or the default. `smolcluster config show` prints the values that do not depend on the data.
 - An unknown key is an error, and so is a key given twice in one file.
 - Numbers may be written `6e-4` or `1e3`. Text that looks like a number needs quotes.
 - `training.batch_size: 16` at the top level of a file is the same as `batch_size: 16` in `training`.
@@ -46,7 +46,7 @@ _FLAT = """\
 ## Flat keys
 
 Keys of `cluster`, `training` and `strategy` may also stand at the top level, in files and in overrides, as the cluster
-files and nn_config.yaml have them. These are not simply the key without its section, or need a word more:
+files and nn_config.yaml have them. These have another name, or need an explanation:
 
 | written | means |
 |---|---|
@@ -55,7 +55,7 @@ files and nn_config.yaml have them. These are not simply the key without its sec
 _FLAT_MEANINGS = [
     ("`batch_size: 32`", "`training.batch_size`"),
     ("`batch_size: {pi5: 8}`", "`cluster.batch_size`: per host"),
-    ("`batch_size: auto`", "`cluster.batch_size`: fitted on every host"),
+    ("`batch_size: auto`", "`cluster.batch_size`: by measured speed, on every host"),
     ("`num_epochs: 2`", "`training.epochs`"),
     ("`seed: 42`", "`cluster.seed`"),
     ("`gradient_clipping: {enabled: true, max_norm: 1.0}`", "`training.grad_clip_norm`; `null` when not enabled"),
@@ -79,7 +79,7 @@ _END = "<!-- end -->\n"
 
 
 def pages(docs: Path) -> dict[Path, str]:
-    """Every page with generated text, as it should be."""
+    """Return the text of every page with generated parts."""
     found = {docs / "configuration.md": markdown(), docs / "troubleshooting.md": troubleshooting()}
     found[docs / "architecture.md"] = with_lines(docs / "architecture.md")
     tables = {"index": _strategy_table()}
@@ -121,7 +121,6 @@ def _strategy_table() -> str:
 
 
 def _option_table(record: Record) -> str:
-    """Empty where it has none."""
     rows = [
         f"| `{option.key}`{f' ({option.plane})' if option.plane else ''} | {_defaults([option])} | "
         f"{_cell(option.field.description or '')} |"
@@ -141,7 +140,7 @@ def _defaults(takers: Sequence[StrategyOption]) -> str:
 
 
 def markdown() -> str:
-    """The page of the whole schema."""
+    """Return configuration.md."""
     builtin = ", ".join(f"`{name}`" for name in builtin_configs())
     parts = [_INTRO, f"Built-in configurations: {builtin}.\n"]
     for name, kind in SECTIONS.items():
@@ -162,12 +161,11 @@ def _described(title: str, kind: type[Section], path: KeyPath) -> str:
 
 
 def _table(kind: type[Section], keys: Iterable[str], path: KeyPath) -> str:
-    """The keys of the mapping at `path`."""
     rows = ["| key | default | may be | meaning |", "|---|---|---|---|"]
     for key in keys:
         field = kind.model_fields[key]
         default = f"`{show(field.get_default(call_default_factory=True))}`".replace("'", "")
-        if path == ("strategy",) and key in built_in_options():  # null there: what the strategy has
+        if path == ("strategy",) and key in built_in_options():  # null there: the default of the strategy
             default = _defaults(built_in_options()[key])
         rows.append(f"| `{key}` | {default} | {allowed((*path, key))} | {_cell(field.description or '')} |")
     return "\n".join(rows) + "\n"
@@ -178,18 +176,18 @@ def _cell(text: str) -> str:
 
 
 def troubleshooting() -> str:
-    """docs/troubleshooting.md."""
+    """Return troubleshooting.md."""
     lines = [
         "# Troubleshooting",
         "",
         "<!-- Written by `python -m tools.reference docs`; change launch/doctor/layers.py, not this page. -->",
         "",
-        "Ask first. It names the layer that fails, from the lowest up, and what to do:",
+        "Start with the doctor. It names the lowest layer that fails, and the remedy:",
         "",
         "```",
         "smolcluster doctor                        # this machine",
         "smolcluster doctor 192.168.1.10           # a server, seen from here; HOST:PORT for another port than 65432",
-        "smolcluster doctor cluster.yaml           # all machines of a cluster, and the ways between them",
+        "smolcluster doctor cluster.yaml           # all machines of a cluster, and the paths between them",
         "```",
         "",
     ]

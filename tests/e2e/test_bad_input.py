@@ -67,7 +67,7 @@ AT_ONCE = {
     "a model of no server": case("generate hello --from run --model x", "--model names one of a server's models"),
     "home of nobody": case("train ~nobody-of-that-name/my.yaml", "~nobody-of-that-name/my.yaml: no such file"),
     "not YAML": case("train broken.yaml", "broken.yaml:3", "not YAML"),
-    "resume latest of nothing": case("train --resume latest", "no checkpoint in runs", "start anew without --resume"),
+    "resume latest of nothing": case("train --resume latest", "no checkpoint in runs", "or start without --resume"),
     "resume what is not there": case(
         "train --resume there", "--resume there", "does not exist", "name a run directory"
     ),

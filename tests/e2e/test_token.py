@@ -171,7 +171,7 @@ def test_mistakes_leave_with_2_and_change_nothing(here: Here) -> None:
     assert "smolcluster token new" in refused("rotate")
     assert "known: none" in refused("revoke", "ab")
     assert "SMOLCLUSTER_TOKEN: this is not a cluster token" in refused("show", SMOLCLUSTER_TOKEN="hunter2")
-    assert "there is no token in it" in refused("add")
+    assert "no token found" in refused("add")
     assert "line 1: this is not a cluster token" in refused("add", given="hunter2\n")
     assert not here.file.exists()
 

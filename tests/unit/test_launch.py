@@ -408,10 +408,10 @@ def test_a_run_that_died_before_it_saved_anything_begins_anew(tmp_path: Path, mo
     assert find_resume("auto", run_dir=run.path) is None
     run.summary.write_text('{"status": "failed"}')
     prepared = prepare(["gpt"], sets={"strategy.name": "edp"}, run_dir=run.path, resume="auto")
-    assert (prepared.resume, prepared.anew, prepared.run_dir) == (None, True, run)
+    assert (prepared.resume, prepared.fresh, prepared.run_dir) == (None, True, run)
     # Without a configuration it is the one that the run began with: the same seed, the same weights.
     assert prepare(run_dir=run.path, resume="auto").config.training.seed == 7
-    with run.opened("", resume=False, anew=True):
+    with run.opened("", resume=False, fresh=True):
         assert run.metrics.read_text() == ""
     run.summary.write_text('{"status": "finished"}')
     with pytest.raises(UserError, match="has finished without a checkpoint"):

@@ -285,7 +285,7 @@ def test_the_section_says_who_takes_an_option_and_what_it_means_there() -> None:
     said = {key: field.description for key, field in StrategyConfig.model_fields.items()}
     assert said["polyak_alpha"] == "syncps: weight of the server's weights in a pull; the rest is the worker's"
     assert said["step_timeout"].startswith(
-        "allreduce (elastic), fsdp (elastic), diloco (elastic): seconds a worker may compute"
+        "allreduce (elastic), fsdp (elastic), diloco (elastic): seconds that a worker may compute"
     )
     assert "allreduce, fsdp (elastic): averaged gradients in flight" in said["staleness_bound"]
     assert ". edp: refuse gradients older than this" in said["staleness_bound"]

@@ -116,7 +116,7 @@ class Server:
         )
         context: Any = SimpleNamespace(
             server_context=server_context,
-            line=None,
+            server_link=None,
             stop_requested=lambda: not self.roster.script,
             warn=self.warned.append,
             config=SimpleNamespace(training=SimpleNamespace(grad_accumulation=1)),
@@ -160,7 +160,11 @@ class Worker:
             device=torch.device("cpu"),
         )
         context: Any = SimpleNamespace(
-            server_context=None, line=self, device=torch.device("cpu"), seat=SimpleNamespace(rank=0), stale_rejected=0
+            server_context=None,
+            server_link=self,
+            device=torch.device("cpu"),
+            seat=SimpleNamespace(rank=0),
+            stale_rejected=0,
         )
         context.open_rounds = PushedRounds
         monkeypatch.setattr(Replicated, "setup", lambda *_: None)

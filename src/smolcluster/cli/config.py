@@ -20,7 +20,7 @@ def check(
     files: Annotated[list[str], typer.Argument(help="YAML files or built-in names; they merge left to right.")],
     override: options.Override = None,
 ) -> None:
-    """Validate configuration files: exit 0 when they are right, 2 with every problem named when not."""
+    """Validate configuration files: exit 0 if they are valid, else 2 with every problem."""
     from smolcluster.config import load_config, resolve
 
     resolve(load_config(files, overrides=override or []))

@@ -12,7 +12,6 @@ smolcluster export runs/demo demo-hf
 smolcluster export runs/demo demo-hf --checkpoint best --dtype bf16
 smolcluster export runs/demo/checkpoints/step-00000200 demo-hf
 """
-# What the short names of our own tokenizers stand for.
 _TOKENIZERS = {
     "bytes": "bytes (token n is the byte n of UTF-8 text)",
     "chars": "chars (the characters of the training text, sorted)",

@@ -22,14 +22,14 @@ app = typer.Typer(
     epilog="Example: smolcluster token new",
 )
 
-HAND_ON = "smolcluster token show --secret | ssh HOST smolcluster token add"
+SEND_TOKEN = "smolcluster token show --secret | ssh HOST smolcluster token add"
 
 
 @app.command("new", epilog="Example: export SMOLCLUSTER_TOKEN=$(smolcluster token new --show-only)")
 def new(
     show_only: Annotated[bool, typer.Option("--show-only", help="Print a new token and write no file.")] = False,
 ) -> None:
-    """Make this machine's first token and keep it in the token file."""
+    """Make this machine's first token and write it to the token file."""
     from smolcluster.comm.elastic.transport.security import Credentials, new_token
 
     token = new_token()
@@ -46,31 +46,31 @@ def new(
     typer.echo(f"token    {token}")
     typer.echo(f"id       {Credentials(token).name}")
     typer.echo(f"written  {file.path}")
-    typer.echo("\nWhoever has the token may take part in your runs. Every other machine needs it too:")
-    typer.echo(f"    {HAND_ON}")
+    typer.echo("\nEvery machine with the token may take part in your runs. Give it to the others:")
+    typer.echo(f"    {SEND_TOKEN}")
     typer.echo("or run `smolcluster token add` there and paste it, or set SMOLCLUSTER_TOKEN there.")
-    _note_what_is_in_the_way()
+    _print_notes()
 
 
 @app.command("add", epilog="Example: smolcluster token show --secret | ssh pi5 smolcluster token add")
 def add() -> None:
-    """Keep a token from another machine, and use it first. It is read from standard input, or asked for."""
+    """Add a token from another machine as the current one. It is read from standard input or a prompt."""
     from smolcluster.comm.elastic.transport.security import MAX_FILE_BYTES, Keyring, parse_tokens
 
-    # Never an argument: the list of processes and the shell's history would have it.
+    # Never an argument, which the process list and the shell's history would show.
     if sys.stdin.isatty():
         entries = parse_tokens(typer.prompt("token", hide_input=True), where="the given token")
     else:
         text = sys.stdin.buffer.read(MAX_FILE_BYTES).decode(errors="replace")
         entries = parse_tokens(text, where="standard input")
     if not entries:
-        raise UserError("standard input: there is no token in it; paste what `smolcluster token show --secret` prints")
+        raise UserError("standard input: no token found; paste the output of `smolcluster token show --secret`")
     file = _file()
     both = [entry.token for entry in (*entries, *file.entries())]
     Keyring(both, source=str(file.path))  # refuses too many before anything is written
     file.add(entries)
     typer.echo(f"{', '.join(map(_name, entries))} written to {file.path}")
-    _note_what_is_in_the_way()
+    _print_notes()
 
 
 @app.command("show", epilog="Example: smolcluster token show")
@@ -94,7 +94,7 @@ def show(
 
 @app.command("list", epilog="Example: smolcluster token list")
 def list_() -> None:
-    """List every token that is accepted here, by public id, with the note that its line has. The first is current."""
+    """List the accepted tokens by public id, with their notes. The first is current."""
     source, entries = _found()
     typer.echo(f"in {source}:")
     for place, entry in enumerate(entries):
@@ -114,12 +114,12 @@ def rotate() -> None:
     fresh = _entry(new_token())
     Keyring([fresh.token, *(entry.token for entry in old)], source=str(file.path))  # refuses too many
     file.add([fresh])
-    typer.echo(f"{_name(fresh)} is current now; {', '.join(map(_name, old))} still accepted. Go on in this order:")
-    typer.echo(f"  1. give the new token to every other machine: {HAND_ON}")
-    typer.echo("  2. let runs that began before end, or restart them: a process keeps the tokens it began with")
+    typer.echo(f"{_name(fresh)} is current now; {', '.join(map(_name, old))} still accepted. Next steps:")
+    typer.echo(f"  1. give the new token to every other machine: {SEND_TOKEN}")
+    typer.echo("  2. wait for running runs to end, or restart them: a process keeps the tokens that it started with")
     typer.echo(f"  3. then, on every machine: smolcluster token revoke {_name(old[0])}")
-    typer.echo("Machines that share any token still meet, so nothing has to stop in between.")
-    _note_what_is_in_the_way()
+    typer.echo("Machines that share any token can connect, so nothing has to stop in between.")
+    _print_notes()
 
 
 @app.command("revoke", epilog="Example: smolcluster token revoke 5f0c")
@@ -142,9 +142,9 @@ def revoke(
     file.remove(gone.token)
     typer.echo(f"{_name(gone)} removed from {file.path}; current is {_name(file.entries()[0])}")
     if gone is entries[0]:
-        typer.echo("It was the current one: machines that have only that one are not let in any more.")
-    typer.echo("Runs under way keep the tokens they began with: restart them if the token is in wrong hands.")
-    _note_what_is_in_the_way()
+        typer.echo("It was the current one: machines that have only that one are refused.")
+    typer.echo("Running processes keep the tokens that they started with: restart them if the token has leaked.")
+    _print_notes()
 
 
 def _file() -> TokenFile:
@@ -160,7 +160,7 @@ def _found() -> tuple[str, list[TokenEntry]]:
     if found is None:
         raise UserError(
             f"there is no token: neither SMOLCLUSTER_TOKEN nor {token_file(os.environ).path}; "
-            "make one with `smolcluster token new`, or bring one here with `smolcluster token add`"
+            "make one with `smolcluster token new`, or copy one with `smolcluster token add`"
         )
     return found
 
@@ -177,7 +177,7 @@ def _entry(token: str) -> TokenEntry:
     return TokenEntry(token, note=f"made {datetime.date.today().isoformat()} on {socket.gethostname()}")
 
 
-def _note_what_is_in_the_way() -> None:
+def _print_notes() -> None:
     if os.environ.get("SMOLCLUSTER_TOKEN", "").strip():
         typer.echo("note: SMOLCLUSTER_TOKEN is set here and is used instead of the token file")
     if importlib.util.find_spec("cryptography") is None:

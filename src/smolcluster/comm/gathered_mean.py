@@ -151,7 +151,7 @@ class GatheredMean(Combination):
         return tensor
 
     def _send(self, message: Tensor) -> None:
-        """To everybody, with a byte at its end that says whether this member asks to stop."""
+        """Send to all, with a last byte: whether this member asks to stop."""
         device = self._group.device
         self._message, self._mean = message, None
         mine = torch.cat([message, torch.tensor([self._stop], dtype=torch.uint8)]).to(device)

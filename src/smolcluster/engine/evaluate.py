@@ -37,7 +37,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the means of the task's metrics over the first `samples` validation samples: `val_loss`, `val_accuracy`, ...
 
-    Batches are weighted by their samples, or by the targets in them that count where the task says so. Share i
+    Batches are weighted by their samples, or by their targets where the task counts them. Share i
     of n takes every n-th batch from i on; sums meet in one small all-reduce, in double precision.
     """
     share = share or Share(index=group.rank, count=group.size)

@@ -54,7 +54,7 @@ class RunDir:
         """Return whether there is anything to resume from."""
         return self.has_checkpoints() or any(self.journal.glob("snapshots/step-*"))
 
-    def may_begin_anew(self) -> bool:
+    def may_start_fresh(self) -> bool:
         """Return whether the same run may start over: it ended before it saved anything. One that has finished has a result."""
         if self.can_continue():
             return False
@@ -80,11 +80,11 @@ class RunDir:
 
     @contextlib.contextmanager
     def opened(
-        self, config_text: str, tokenizer: Mapping[str, bytes] | None = None, *, resume: bool, anew: bool = False
+        self, config_text: str, tokenizer: Mapping[str, bytes] | None = None, *, resume: bool, fresh: bool = False
     ) -> Iterator[None]:
         """`create`, and lock the folder: two runs in one would mix their rows and checkpoints.
 
-        `anew`: the same run is started again, and nothing of it was saved (`may_begin_anew`). Its rows are dropped.
+        `fresh`: the same run is started again without a checkpoint (`may_start_fresh`). Its rows are dropped.
 
         A user's mistake inside leaves no trace: what was made here goes if nothing came of it, and the configuration that
         was there before comes back.
@@ -92,12 +92,12 @@ class RunDir:
         made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             with self._lock():
-                self.check_free(resume=resume or anew)
+                self.check_free(resume=resume or fresh)
                 before = (self.config.read_bytes(), self.config.stat().st_mtime_ns) if self.config.is_file() else None
-                had_tokenizer = self.tokenizer.exists() and (resume or anew)
+                had_tokenizer = self.tokenizer.exists() and (resume or fresh)
                 try:
-                    self.create(config_text, tokenizer, resume=resume or anew)
-                    if anew:
+                    self.create(config_text, tokenizer, resume=resume or fresh)
+                    if fresh:
                         truncate_metrics(self.metrics, after_step=0)
                     yield
                 except UserError:
@@ -217,13 +217,13 @@ class Resume:
 def find_resume(resume: str, *, run_dir: Path | None) -> Resume | None:
     """Return what `--resume` names: `latest` (in --run-dir, or of the newest run here), a run directory, or a checkpoint.
 
-    `auto` names the run in --run-dir. None: it ended before it saved anything, or was never started, and begins anew.
+    `auto` names the run in --run-dir. None: it ended before it saved anything, or was never started, and starts at step 0.
     """
     if resume == "auto":
         if run_dir is None:
             raise UserError("--resume auto continues the run in --run-dir: give --run-dir as well")
         run = RunDir(run_dir)
-        if run.may_begin_anew():
+        if run.may_start_fresh():
             return None
         if run.can_continue():
             return Resume(run.checkpoints, run)
@@ -235,7 +235,7 @@ def find_resume(resume: str, *, run_dir: Path | None) -> Resume | None:
         if newest is None or not newest.can_continue():
             where = run_dir if run_dir is not None else RUNS
             raise UserError(
-                f"--resume latest: there is no checkpoint in {where}; name a run directory, or start anew without --resume"
+                f"--resume latest: there is no checkpoint in {where}; name a run directory, or start without --resume"
             )
         return Resume(newest.checkpoints, newest)
     path = Path(resume)

@@ -28,7 +28,7 @@ class Prepared:
     resume: Path | None = None
     plane: str = "mesh"
     backend: str | None = None
-    anew: bool = False  # `--resume auto` of a run that had saved nothing: start from step 0
+    fresh: bool = False  # `--resume auto` of a run that had saved nothing: start from step 0
 
     def opened(self, *, again: bool = False) -> AbstractContextManager[None]:
         """Lock the run directory and write the configuration and tokenizer into it.
@@ -37,7 +37,7 @@ class Prepared:
         """
         config, files = with_tokenizer(self.config, str(self.run_dir.tokenizer.absolute()))
         resume = again or self.resume is not None
-        return self.run_dir.opened(dump(config), files, resume=resume, anew=self.anew)
+        return self.run_dir.opened(dump(config), files, resume=resume, fresh=self.fresh)
 
 
 def prepare(
@@ -58,16 +58,16 @@ def prepare(
     run, so its directory may hold earlier results.
     """
     found: Resume | None = None
-    anew = False
+    fresh = False
     if resume is not None:
         try:
             found = find_resume(resume, run_dir=run_dir)
-            anew = found is None and lead
+            fresh = found is None and lead
         except UserError:
             if lead:
                 raise
         resume = None if resume == "auto" else resume
-    before = found.run if found is not None else RunDir(run_dir) if anew and run_dir is not None else None
+    before = found.run if found is not None else RunDir(run_dir) if fresh and run_dir is not None else None
     if not sources and found is not None and not found.run.config.is_file():
         raise UserError(f"{found.run.path} has no config.yaml; name the configuration to continue with, e.g. gpt")
     config = _load(sources, overrides=overrides, sets=sets or {}, before=before)
@@ -82,7 +82,7 @@ def prepare(
     else:
         place = new_run_dir(task_name(config), config.strategy.name)
     if lead:
-        place.check_free(resume=found is not None or again or anew)
+        place.check_free(resume=found is not None or again or fresh)
     source = found.source if found is not None else resume
     return Prepared(
         config=config,
@@ -91,7 +91,7 @@ def prepare(
         resume=None if source is None else Path(source),
         plane=plane,
         backend=backend,
-        anew=anew,
+        fresh=fresh,
     )
 
 

@@ -312,12 +312,12 @@ class Pipe:
         idle = idle_share(ranks)
         per_rank = len(self.cut.layers) // self._group.size
         formula = expected_idle(options.schedule, self._group.size, count, per_rank)
-        says = f"{options.schedule}, {self._group.size} ranks, {count} micro-batches: idle {idle:.0%}"
+        caption = f"{options.schedule}, {self._group.size} ranks, {count} micro-batches: idle {idle:.0%}"
         if formula is not None:
-            says += f", {formula:.0%} by the formula"
+            caption += f", {formula:.0%} by the formula"
         numbers = {"schedule": options.schedule, "ranks": self._group.size, "microbatches": count, "idle": idle}
         numbers |= {"idle_by_formula": formula, "work": everyone}
-        self._context.draw(Drawing(name="schedule", svg=draw(ranks, title=says), caption=says, numbers=numbers))
+        self._context.draw(Drawing(name="schedule", svg=draw(ranks, title=caption), caption=caption, numbers=numbers))
 
     # Evaluation
 

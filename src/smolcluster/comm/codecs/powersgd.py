@@ -89,7 +89,7 @@ class PowerSGD(Codec):
 def _start(q: Tensor | None, columns: int, rank: int, *, key: int) -> Tensor:
     """The Q to begin with: that of the last step, its columns scaled to magnitude 1 so that products stay in range.
 
-    A column of zeros would stay zero for ever: it is drawn anew, as is everything where there is no Q of this shape.
+    A column of zeros would stay zero for ever: it is drawn again, as all of Q is if its shape differs.
     """
     kept = q if q is not None and q.shape == (columns, rank) else torch.zeros(columns, rank)
     peak = kept.abs().amax(dim=0)

@@ -9,7 +9,7 @@ randk keeps one of each of k stretches as equal as can be, drawn from the key:  
     no feedback is needed, and noise is about (n/k - 1) |x|^2. The receiver draws the same places from the same key.
 
 Both bounds hold for kept numbers stored as fp32. bf16 and fp16 add their rounding, which feedback also brings later: topk,
-which always has it, stores bf16 unless told otherwise; randk may be unbiased, which rounding would undo, and stores fp32.
+which always has it, stores bf16 by default; randk may be unbiased, which rounding would undo, and stores fp32.
 
 Payload of topk: the kept numbers in order of place, then the places. A place is written as its low bytes, and the rest as a
 row of bits: for the i-th place with rest h, bit h + i is set (Elias and Fano). With m low bytes that takes

@@ -27,7 +27,7 @@ from smolcluster.observe.observer import Sink
 from smolcluster.observe.pipe import PipeSink
 from smolcluster.observe.tracebacks import user_traceback
 
-# Not below "smolcluster", whose warnings are shown as they come: last words are an event, told once by whoever ends the run.
+# Not below "smolcluster", whose warnings are shown as they come: the reason of a failed run is an event, emitted once.
 log = logging.getLogger("worker")
 log.addHandler(logging.NullHandler())  # else Python prints to stderr where no log is open yet
 

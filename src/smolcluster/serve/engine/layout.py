@@ -3,7 +3,7 @@
     plan             split the layers evenly, as given, or by measured speed and memory; then replicas, then spares
     remove_machine   give its layers to a spare, else to a replica of another stage, else to its neighbours
     add_machine      put it where a machine is missing, else make it a spare
-    replan           some layers are on no machine: split all of them anew, if the remaining machines can hold them
+    replan           some layers are on no machine: split all of them again, if the remaining machines can hold them
 
 Machines keep their layers wherever possible: moving them takes seconds and drops their caches.
 """
@@ -196,9 +196,9 @@ def add_machine(
     if not empty and len(layout.stages) < options.stages and layout.whole:
         machines = {m for stage in layout.stages for m in stage.machines} | set(layout.spares) | {machine}
         with contextlib.suppress(UserError):  # one is too small for its share
-            anew = plan(options, {m: offers[m] for m in machines}, sizes)
-            if anew.whole:
-                return anew
+            replanned = plan(options, {m: offers[m] for m in machines}, sizes)
+            if replanned.whole:
+                return replanned
     few = [i for i, stage in enumerate(layout.stages) if len(stage.machines) < options.replicas]
     few = [i for i in few if fits(machine, layout.stages[i].layers, layout, offers, sizes)]
     wanted = empty or sorted(few, key=lambda i: len(layout.stages[i].machines))

@@ -97,7 +97,7 @@ class ServerLink:
         meta: Mapping[str, Any] | None = None,
         payload: Tensor | None = None,
     ) -> Work:
-        """Queue a message. Without a connection it is dropped: the next WELCOME starts anew."""
+        """Queue a message. Without a connection it is dropped: the next WELCOME starts a new session."""
         if self._link is None:
             return Done()
         return self._link.send(

@@ -109,7 +109,7 @@ class Coordinator(ServerSide):
         """Do nothing: the workers have the weights."""
 
     def load_state(self, state: State) -> None:
-        """Replace the tensors of the state instead of copying into them: whoever saves or sends the old ones needs no copy."""
+        """Replace the tensors of the state instead of copying into them: a save or a transfer of the old ones needs no copy."""
         self.replica.adopt_state_dict(state.weights, state.optimizer, state.numbers)
         self.shared = state.shared
 
@@ -230,10 +230,10 @@ class Coordinator(ServerSide):
         roster.send(members, shared(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=meta)))
         leases: dict[Member, list[dict[str, Any]]] = {member: [] for member in newcomers if not staying}
         for step, steps in self._with_num_steps(self._rounds):
-            for member, lent in leases.items():
-                lent.append(self.grant_lease(member, step, steps=steps))
-        for member, lent in leases.items():
-            member.link.send(Message(kind=Kind.LEASE, step=committed, epoch=roster.epoch, meta={"leases": lent}))
+            for member, granted in leases.items():
+                granted.append(self.grant_lease(member, step, steps=steps))
+        for member, granted in leases.items():
+            member.link.send(Message(kind=Kind.LEASE, step=committed, epoch=roster.epoch, meta={"leases": granted}))
         self._view_epoch = roster.epoch
         self._watch.begin(self._view_instances, now=time.monotonic())
         self._uploads.request(committed)
