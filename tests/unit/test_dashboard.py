@@ -596,7 +596,7 @@ def test_who_was_gone_is_gone_in_a_long_run_too(elastic: Path) -> None:
     append(elastic / "history.jsonl", member("joined", 1, 6), member("left", 1, 7, LEFT_REASON))
     (elastic / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 9}), encoding="utf-8")
     reader = RunReader(elastic, now=lambda: T0 + 10)
-    reader._history._most_bytes = 350  # begin, and two that join
+    reader._history._max_bytes = 350  # begin, and two that join
     reader.poll()
     assert reader.behind
     reader.poll_to_the_end()
