@@ -152,6 +152,29 @@ def test_streams_as_a_loop_does(tmp_path: Path, sets: tuple[int, int]) -> None:
     assert_close(weights(world, 11), expected)
 
 
+@pytest.mark.usual(when=lambda overlap: overlap == 0)
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_encoded_fragments_are_those_of_a_loop(tmp_path: Path, overlap: int) -> None:
+    """Each with its error feedback. An exchange sends its fragment, and the last one all. Workers end with the same numbers."""
+    streams = {"strategy.inner_steps": 4, "strategy.fragments": 2, "strategy.overlap": overlap, "strategy.mixing": 1.0}
+    sets = streams | {"strategy.codec": "blocktopk", "training.steps": 11, "logging.log_interval": 1}
+    expected = simulated(codec="blocktopk", senders=True, steps=11, h=4, fragments=2, overlap=overlap)
+    world = train("mesh", tmp_path, sets)
+    assert_close(weights(world, 11), expected, tolerance=1e-6)
+    saved = read_checkpoint(world.run_dir / "checkpoints" / "step-00000011")
+    for name, theta in weights(world, 11).items():
+        for rank in range(len(COUNTS)):
+            assert torch.equal(saved.extra[f"{rank}/weights/{name}"], theta)
+    if overlap == 0:
+        codec, tensors = make_codec("blocktopk"), [tuple(tensor.shape) for tensor in expected.values()]
+        fragments = [[shape for place, shape in enumerate(tensors) if place // 2 % 2 == f] for f in range(2)]
+        messages = [HEAD.size + len(fragment) + sum(map(codec.nbytes, fragment)) + 1 for fragment in fragments]
+        assert isinstance(world, World)
+        sent = {row.step: row.bytes_sent for row in world.ranks[0].rows()}
+        turns = [messages[1], 0, messages[0], 0]  # of steps 2 to 5
+        assert [sent[step] - sent[step - 1] for step in range(2, 11)] == (turns * 3)[:9]
+
+
 @pytest.mark.usual(when=lambda average, codec: (average, codec) == ("senders", "blocktopk"))
 @pytest.mark.parametrize("average", ["senders", "all"])
 @pytest.mark.parametrize("codec", ["blocktopk", "int4", "int8", "bf16"])
