@@ -55,7 +55,6 @@ class BareDiLoCo:
         dist.all_reduce(distance)
         self.anchor.grad = distance / dist.get_world_size()
         self.outer.step()
-        for parameter, part in zip(
-            self.parameters, torch.split(self.anchor, [p.numel() for p in self.parameters]), strict=True
-        ):
+        parts = torch.split(self.anchor, [p.numel() for p in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.copy_(part.view_as(parameter))

@@ -18,21 +18,19 @@ from benchmarks.peers.bare import Recipe
 
 Hook = Literal["fp16", "powersgd"]
 ONE_BUCKET_MB = 400
-POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
+POWERSGD_RANK = 4
 
 
 class DDPTraining:
     def __init__(
         self, model: nn.Module, recipe: Recipe, *, gradient_as_bucket_view: bool, hook: Hook | None = None
     ) -> None:
-        bucket_mb = ONE_BUCKET_MB if hook == "powersgd" else 25
-        self.model = DistributedDataParallel(
-            model, gradient_as_bucket_view=gradient_as_bucket_view, bucket_cap_mb=bucket_mb
-        )
+        buckets: dict[str, Any] = {"bucket_cap_mb": ONE_BUCKET_MB} if hook == "powersgd" else {}
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view, **buckets)
         if hook == "fp16":
             self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(process_group=None, **POWERSGD)
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self.recipe = recipe
         self.optimizer = recipe.adamw(self.model)
