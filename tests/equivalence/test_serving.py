@@ -12,7 +12,6 @@ import torch
 from tests.e2e.command import eventually
 from tests.serving import GREEDY, Cluster, RandomSource, cluster, gpt2, llama, qwen3
 
-from smolcluster.comm.elastic.membership import server_state
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.models import GPTConfig
@@ -159,7 +158,7 @@ def test_a_machine_that_holds_halves_is_sent_halves(source: RandomSource) -> Non
 
 def test_weights_leave_the_front_slice_by_slice(source: RandomSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine's share may be larger than what a link takes at once, and than the front's memory together with another's."""
-    monkeypatch.setattr(server_state, "SLICE_BYTES", 4096)
+    monkeypatch.setattr(received_state, "SLICE_BYTES", 4096)
     small = dataclasses.replace(LINKS, queued_bytes=1 << 15)
     assert sum(tensor.nbytes for tensor in source.model.state_dict().values()) > 4 * small.queued_bytes
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=small)

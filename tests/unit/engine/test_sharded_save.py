@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.unit.test_checkpoint import forge
+from tests.unit.engine.test_checkpoint import forge
 from torch import Tensor
 
 from smolcluster.comm.group import PeerLost

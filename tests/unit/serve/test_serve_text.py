@@ -360,7 +360,7 @@ def test_an_old_jinja_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_extra_installs_an_old_jinja() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [name for extra in project["optional-dependencies"].values() for name in extra if "jinja2" in name.lower()]
     assert wanted
     assert set(wanted) == {f"jinja2>={'.'.join(map(str, chat_template.OLDEST_JINJA))}"}

@@ -30,7 +30,7 @@ from smolcluster.launch.prepare import Prepared, choose_plane, prepare
 from smolcluster.observe.events import Event, RunFinished, StepLogged
 from smolcluster.stopping import stop_signals
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WORKS = ["row 1", "note worked-{rank}", "await over", "finish"]
 SERVES = ["listen", "row 1", "await worked-0", "await worked-1", "note over", "finish"]
 

@@ -19,7 +19,7 @@ from smolcluster.config.names import FLAT, known_keys, nearest
 from smolcluster.config.tree import to_yaml
 from smolcluster.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SEEDS = ROOT / "tests" / "fixtures" / "seeds"
 
 

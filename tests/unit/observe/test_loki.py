@@ -30,8 +30,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.observe.test_prometheus import STARTED
 from tests.unit.strict_loki import Scripted, StrictLoki, every_line_once
-from tests.unit.test_prometheus import STARTED
 
 from smolcluster.config import dump, load_config, public_dict, resolve
 from smolcluster.engine.spec import WorkerSpec
@@ -784,7 +784,7 @@ def test_the_strict_server_is_strict(path: str, headers: dict[str, str], body: d
 
 @pytest.mark.skipif("SMOLCLUSTER_TEST_LOKI" not in os.environ, reason="SMOLCLUSTER_TEST_LOKI names no Loki")
 def test_a_real_loki_has_every_line_once(path: Path, tmp_path: Path) -> None:
-    """`SMOLCLUSTER_TEST_LOKI=http://127.0.0.1:3100 pytest tests/unit/test_loki.py`: any server with Loki's API."""
+    """`SMOLCLUSTER_TEST_LOKI=http://127.0.0.1:3100 pytest tests/unit/observe/test_loki.py`: any server with Loki's API."""
     url, host = os.environ["SMOLCLUSTER_TEST_LOKI"], f"test{time.time_ns()}"
     path = tmp_path / f"worker-rank0-{host}.log"
     setup_logging(path, level="INFO", role="worker", rank=0, host=host)

@@ -37,7 +37,7 @@ from smolcluster.launch.restart.launcher import run_restarting
 from smolcluster.launch.restart.plan import ElasticRange, check_restartable, elastic_from_flags, parse_elastic
 from smolcluster.launch.restart.rendezvous import RoundPlan, broken, next_round
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 # What is asked for -------------------------------------------------------------------------------------------------

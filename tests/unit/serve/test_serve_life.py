@@ -23,7 +23,7 @@ from smolcluster.serve.http import server as http
 from smolcluster.serve.main import ServeOptions, StageCounts, count_stages, service_limits
 from smolcluster.web.server import names_here
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "inference"
+SCRIPTS = Path(__file__).parents[3] / "scripts" / "inference"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_package_registers_a_class(install: Callable[..., None]) -> None:
         find_strategy("lonely", plane="elastic")
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 RECORD = """
 from smolcluster.config.strategies import Record

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.unit.test_transport import Recorder, has_ipv6, make_peer
+from tests.unit.comm.test_transport import Recorder, has_ipv6, make_peer
 
 from smolcluster.comm.elastic.transport.connection import LinkLimits, TcpLink
 from smolcluster.comm.elastic.transport.messages import Kind, Message

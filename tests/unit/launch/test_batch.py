@@ -34,7 +34,7 @@ from smolcluster.launch.batch.job import BatchJob, check_name, plan_job
 from smolcluster.launch.batch.text import mebibytes, parse_time, slurm_time, to_yaml
 from smolcluster.launch.environment import FIRST_PORT, assigned_rank, first_host, local_rank_of, tasks_on_node
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TASK = "/app/my_task.py:Mine"
 
 

@@ -27,7 +27,7 @@ from smolcluster.launch.doctor import server as remote
 from smolcluster.launch.doctor.layers import TROUBLES, Finding, Layer, Verdict
 from smolcluster.launch.doctor.server import classify
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def verdicts(found: list[Finding]) -> dict[Layer, Verdict]:

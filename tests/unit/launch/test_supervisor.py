@@ -25,7 +25,7 @@ from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.launch.local.supervisor import MAX_DEATHS, Slot
 from smolcluster.launch.prepare import Prepared
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STEP = ["row 1", "note up-{rank}"]
 HANGS = [*STEP, "hang"]
 

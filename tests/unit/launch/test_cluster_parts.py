@@ -48,7 +48,7 @@ from smolcluster.launch.cluster.record import load_record, save_record, state_fo
 from smolcluster.launch.cluster.request import UpArguments, known_cluster, read_cluster, token_for
 from smolcluster.launch.join.discovery import announced, find_offers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KEEPER = Path(keeper.__file__)
 
 

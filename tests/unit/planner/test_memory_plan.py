@@ -485,7 +485,7 @@ def test_what_a_process_says_is_what_it_saw() -> None:
 
 
 def test_the_page_shows_what_the_command_prints() -> None:
-    page = (Path(__file__).parents[2] / "docs/memory.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/memory.md").read_text(encoding="utf-8")
     shown = page.split("```")[3].strip().splitlines()
     table = MemoryPlan(
         parameters=124_439_808,
