@@ -12,6 +12,7 @@ import torch
 from tests.e2e.command import eventually
 from tests.serving import GREEDY, Cluster, RandomSource, cluster, gpt2, llama, qwen3
 
+from smolcluster.comm.elastic.membership import received_state
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.models import GPTConfig

@@ -479,9 +479,9 @@ def test_which_parameters_have_no_optimizer_state() -> None:
     tensors, numbers = ours.state_dict()
     names = [name for name, _ in ours.model.named_parameters()]
     part = {key: tensor for key, tensor in tensors.items() if not key.endswith(f"/{names[0]}")}
-    assert ours.lacking(tensors, numbers) == []
-    assert ours.lacking(part, numbers) == [names[0]]
-    assert ours.lacking({}, {"updates": 0}) == []
+    assert ours.missing_state(tensors, numbers) == []
+    assert ours.missing_state(part, numbers) == [names[0]]
+    assert ours.missing_state({}, {"updates": 0}) == []
     plain = make_optimizer(ours.model, TrainingConfig(optimizer="sgd", momentum=0.0))
     assert without_state(ours.model, plain, []) == []
     assert without_state(ours.model, torch.optim.Adagrad(ours.model.parameters()), []) == []
