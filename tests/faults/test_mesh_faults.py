@@ -194,7 +194,7 @@ def test_nccl_where_a_rank_has_no_gpu_is_told_by_all(network: Network, tmp_path:
 
 
 def test_ranks_of_another_world_are_told(network: Network, tmp_path: Path) -> None:
-    tweaks = {1: [("smolcluster.comm.mesh.rendezvous", "_said", tasks.another_size)]}
+    tweaks = {1: [("smolcluster.comm.mesh.rendezvous", "_must_match", tasks.another_size)]}
     world = run_world(3, tmp_path, CONFIG, places=places(network, 3), tweaks=tweaks)
     assert [rank.status for rank in world.ranks] == [2, 2, 2]
     assert world.ranks[2].failed is not None
