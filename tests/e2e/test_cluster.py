@@ -417,5 +417,5 @@ def test_a_model_is_served_from_the_machines(two: Lab, smol: Smol, tmp_path: Pat
     os.kill(found["stage-1"]["pid"], signal.SIGKILL)
     eventually(lambda: restarts(two, "stage-1") == 1, what="the stage to return")
     assert eventually(answer, what="an answer again", within_s=90) == first
-    assert "asking front to end" in two.run("down").ok().out
+    assert "asking front to exit" in two.run("down").ok().out
     assert left_running(two) == []

@@ -224,7 +224,7 @@ class Loop:
         name, ranks = self.context.config.strategy.name, self.context.group.size
         mine, left = state_for(snapshot, strategy=name, rank=seat.rank, num_ranks=ranks)
         if left and seat.rank == 0:
-            self.context.warn(f"not taken over from the checkpoint: {'; '.join(left)}")
+            self.context.warn(f"not restored from the checkpoint: {'; '.join(left)}")
         self.strategy.load_state(mine)
         if state["sampler"] is not None:  # None for an imported model
             self._reader.load_state_dict(state["sampler"])

@@ -307,7 +307,7 @@ class Server(Role):
         name, ranks = self.config.strategy.name, len(self.batch_sizes)
         state, left = state_for(snapshot, strategy=name, rank=None, num_ranks=ranks)
         if left:
-            self._warn(f"not taken over from the checkpoint: {'; '.join(left)}")
+            self._warn(f"not restored from the checkpoint: {'; '.join(left)}")
         leases = {"position": sampler["position"], "holes": sampler.get("holes", [])}
         samples = int(sampler["position"])
         self.step = self.state.restore(
