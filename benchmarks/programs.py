@@ -110,7 +110,7 @@ def listen(process: subprocess.Popen[bytes]) -> Message:
     """The next row."""
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], SILENT_S)[0]:  # it writes one row, then waits: none lies in a buffer
-        raise SmolclusterError(f"a peer has said nothing for {SILENT_S:g} s")
+        raise SmolclusterError(f"a peer wrote no row for {SILENT_S:g} s")
     line = process.stdout.readline()
     if not line:
         raise SmolclusterError("a peer ended")
