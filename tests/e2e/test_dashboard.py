@@ -273,12 +273,14 @@ def test_a_table_that_goes_on_beyond_the_edge_is_in_the_shade_there(url: str, op
         return page.screenshot(clip=next(strips)), page.screenshot(clip=next(strips))
 
     assert page.evaluate(f"{table}.scrollWidth > {table}.clientWidth")
-    left, right = edges()
-    assert left != right
+    left, _ = eventually(lambda: (found := edges())[0] != found[1] and found, what="a shade on the right")
     page.evaluate(f"{table}.scrollLeft = 10000")
-    until(page, f"{table}.scrollLeft > 10")
-    shaded, clear = edges()
-    assert (shaded != left, clear == left) == (True, True)
+
+    def turned() -> bool:  # painted some time after it is scrolled
+        shaded, clear = edges()
+        return shaded != left and clear == left
+
+    eventually(turned, what="the shade on the left")
 
 
 def test_a_single_evaluation_is_in_the_middle_of_its_chart(url: str, open_page: Callable[..., Any]) -> None:
