@@ -91,6 +91,31 @@ class OneWeight(Double):
         return nn.Linear(12, 2, bias=False).to(self.dtype)
 
 
+class _Vector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+
+
+class OwnNumber(Double):
+    """Each worker moves a number of its own, by the learning rate in each step of SGD: the weights say whose steps counted.
+
+    STALL is a rank and a folder: this worker rests in a step while a file `stall` is there.
+    """
+
+    def model(self) -> nn.Module:
+        return _Vector()
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        assert isinstance(model, _Vector)
+        rank, _, release = os.environ.get("STALL", ":").partition(":")
+        if rank == os.environ["TEST_RANK"] and Path(release, "stall").exists():
+            Path(release, "stalled").touch()
+            while Path(release, "stall").exists():
+                time.sleep(0.01)
+        return -model.w[int(os.environ["TEST_RANK"])]
+
+
 class Tied(Double):
     """A weight in two layers of a sequence, under two names."""
 

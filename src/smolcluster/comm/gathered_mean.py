@@ -104,6 +104,21 @@ class GatheredMean(Combination):
     def put(self, slot: int, results: Sequence[Tensor | None]) -> None:
         self._mean, self._stops, self._work = (1.0, list(results)), 0.0, Done()
 
+    def contributed(self, slot: int) -> list[Tensor]:
+        """Return what is sent and what error feedback keeps of it, less what it held before."""
+        return [self._contributed(j, packer.names[0]) for j, packer in enumerate(self._packers)]
+
+    def _contributed(self, j: int, name: str) -> Tensor:
+        tensor = torch.full(self._packers[j].shapes[0], self._norm if math.isnan(self._norm) else 0.0)
+        if self._weight:
+            tensor = self._layout.decode(self._message, j)
+        after, before = self._feedback.memories.get(name), self._settled.get(name)
+        if self._weight and after is not None and after is not before:
+            tensor += after.residual
+            if before is not None:
+                tensor.sub_(before.residual, alpha=self._feedback.decay)
+        return tensor
+
     def norms(self, slot: int) -> tuple[float, float]:
         assert self._mean is not None
         weight, means = self._mean

@@ -110,7 +110,7 @@ _OF_OTHER_CODECS = frozenset({"codec_fraction", "codec_rank"})
 
 
 class DiLoCoOptions(RoundOptions):
-    only_elastic = frozenset({"step_timeout"}) | _OF_OTHER_CODECS
+    only_elastic = frozenset({"step_timeout", "quorum"}) | _OF_OTHER_CODECS
     only_mesh = _OF_OTHER_CODECS
     preset: Annotated[Literal["lan", "wan"], Lower] | None = Field(
         None,
@@ -133,6 +133,12 @@ class DiLoCoOptions(RoundOptions):
     overlap: Natural = Field(0, description="steps that a worker computes while an exchange is under way; 0: it waits")
     mixing: Fraction | None = Field(
         None, description="share of the result in the weights when it arrives; null: 0.5 with overlap, 1 without"
+    )
+
+    quorum: Fraction = Field(
+        0.5,
+        description="a round commits without members that are late if more than this share of them has contributed; 1: it "
+        "waits for all",
     )
 
     @model_validator(mode="before")

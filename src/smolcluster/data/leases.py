@@ -17,7 +17,7 @@ For one thread. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ import numpy as np
 from smolcluster.data.sampler import Indices, Sampler
 from smolcluster.errors import UserError
 
+LATE = " late"  # after a holder's name: its leases that were put by
 _LIMIT = 2**63  # positions are signed 64-bit integers in checkpoints
 
 
@@ -108,6 +109,23 @@ class Leases:
         taken = self._take(holder, step) if step in self._held.get(holder, {}) else []
         self._aside = _joined([*self._aside, *taken])
         return taken
+
+    def put_by(self, holder: str) -> None:
+        """Keep the leases of a holder that is late apart, until `take_up`."""
+        if leases := self._held.pop(holder, {}):
+            self._held[f"{holder}{LATE}"] = leases
+
+    def take_up(self, holder: str, steps: Collection[int]) -> list[Range]:
+        """Return the samples of these late leases, which `extend` grants again; give back all others of the holder."""
+        late = f"{holder}{LATE}"
+        for step in self._held.get(late, {}).keys() - set(steps):
+            self.give_back(late, step)
+        return _joined(r for step in list(self._held.get(late, {})) for r in self._take(late, step))
+
+    def extend(self, holder: str, step: int, ranges: Sequence[Range]) -> None:
+        """Add samples that `take_up` returned to the holder's lease for this step."""
+        leases = self._held.setdefault(holder, {})
+        leases[step] = [*leases.get(step, []), *ranges]
 
     def held(self, holder: str) -> dict[int, list[Range]]:
         """Return this holder's leases by step."""

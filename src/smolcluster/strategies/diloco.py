@@ -53,6 +53,10 @@ class DiLoCo(LocalSteps[DiLoCoOptions]):
         rate, momentum = self.options.outer_lr, self.options.outer_momentum
         return SGD(parameters, lr=rate, momentum=momentum, nesterov=self.options.nesterov and momentum > 0)
 
+    @property
+    def quorum(self) -> float:
+        return self.options.quorum
+
     @classmethod
     def outer_states(cls, options: DiLoCoOptions) -> int:
         return int(options.outer_momentum > 0)

@@ -95,6 +95,8 @@ class Run:
         step_timeout_s: float | None = None,
         rounds_ahead: int = 1,
         local_steps: int = 1,
+        quorum: float = 1.0,
+        total_steps: int = STEPS,
     ) -> None:
         self.mailbox = Mailbox()
         self.warnings: list[str] = []
@@ -129,7 +131,10 @@ class Run:
             arrived=lambda step: self.saved.setdefault(step, self.loaded),
         )
         context = SimpleNamespace(
-            total_steps=STEPS, warn=self.warnings.append, stop_requested=lambda: False, server_context=server_context
+            total_steps=total_steps,
+            warn=self.warnings.append,
+            stop_requested=lambda: False,
+            server_context=server_context,
         )
         self.roster, self.server_context = roster, server_context
         self.links: dict[int, FakeLink] = {}
@@ -141,6 +146,7 @@ class Run:
             local_steps=local_steps,
             whole=whole,
             step_timeout_s=step_timeout_s,
+            quorum=quorum,
         )
         self.coordinator.run = self
         self.coordinator.restore()

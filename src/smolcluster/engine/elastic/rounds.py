@@ -13,6 +13,9 @@ joins there is a new VIEW: results without a COMMIT are discarded, and those rou
 that the remaining members still hold. A refused contribution (not finite, far too large) is left out in the same way. Messages
 of an older view are dropped. In a partitioned network only the side with the coordinator can commit.
 
+With a quorum, a member that is late is left out of the view, and its work counts in a later round
+(`coordination/late_members.py`): so each contribution is announced to the coordinator, with a WAITING for its step.
+
 A newcomer gets weights and optimizer state from a member, or from the coordinator at the start of a run. It contributes nothing
 to rounds that the others have computed. Where every member holds the whole result it first follows outside the view,
 while the others train: it gets a state through the coordinator, then the results of the rounds since, and applies them
@@ -28,7 +31,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +90,7 @@ class ElasticRounds(Rounds, MemberSide):
         self._round = 0  # the last step of the round that was begun
         self._shares: dict[int, list[Tensor]] = {}  # of the next round to follow, in slices
         self._pull: Message | None = None  # an upload that was requested, until no round is under way here
+        self._late: list[int] = []  # rounds that this worker was late for; their samples are still leased to it
 
     def introduction(self) -> dict[str, Any]:
         held = [[flight.step, flight.epoch] for flight in self.flights if flight.reported]
@@ -119,6 +123,12 @@ class ElasticRounds(Rounds, MemberSide):
         assert mine.loss is not None
         mine.said_loss = float(mine.loss)  # waits for the GPU
         mine.compute_s += time.perf_counter() - started
+        self._announce(mine)
+
+    def _announce(self, mine: Contribution) -> None:
+        """Report that this contribution is complete."""
+        if self._strategy.quorum < 1:
+            self._link.send(Kind.WAITING, step=mine.step, epoch=self._epoch)
 
     def _advance(self, *, wait: bool) -> None:
         """Report the oldest result and handle messages of the coordinator. With `wait`, block until something has happened."""
@@ -157,7 +167,7 @@ class ElasticRounds(Rounds, MemberSide):
         now = time.monotonic()
         if now - self._reported_waiting >= WAITING_S:
             self._reported_waiting = now
-            self._link.send(Kind.WAITING, epoch=self._epoch)
+            self._link.send(Kind.WAITING, epoch=self._epoch, meta={"late": self._late} if self._late else {})
 
     def _report(self, flight: Contribution) -> None:
         mine, held = self.combination.norms(flight.slot)
@@ -253,14 +263,20 @@ class ElasticRounds(Rounds, MemberSide):
             flight = self.flights[0] if self.flights else None
             if flight is not None and flight.reported and (flight.step, flight.epoch) == (step, epoch):
                 self._take_step(weight=weight, norm=norm)
-        if self.flights:
+        if late := bool(welcome.meta.get("late")):
+            self._late += [flight.step for flight in self.flights if flight.samples > 0]
+        self._strategy.set_aside(self.flights if late else [])
+        if self.flights and not late:
             computed = sum(flight.samples > 0 for flight in self.flights)
             self.context.stale_rejected += computed
-            self.flights.clear()
             if computed and self._strategy.stops_when_stale:
                 raise SmolclusterError("this worker's gradients were too late to count, and strategy.on_stale is stop")
+        self.flights.clear()
         self._disconnected, self._pull, self._shares = False, None, {}
         super()._enter(welcome)
+        if late:
+            self._reported_waiting = -math.inf
+            self._report_waiting()
 
     def _regroup(self, message: Message) -> None:
         """Enter a new view: form its group and combine again what was not committed in the last."""
@@ -289,10 +305,22 @@ class ElasticRounds(Rounds, MemberSide):
             # The others have computed these steps or hold their leases.
             coming = [int(step) for step in meta["rounds"]][: self.num_slots]
             self.flights = deque(Contribution(step, self.slot_of(step)) for step in coming)
+        carried, self._late = self._count_late(meta), []
         left_out = {int(step): ranks for step, ranks in meta["left_out"].items()}
         for flight in self.flights:
             flight.epoch, flight.reported = view.epoch, False
-            self.combination.again(flight.slot, zero=flight.samples == 0 or me in left_out.get(flight.step, ()))
+            if carried and flight is self.flights[0]:
+                self._strategy.contribute_late(flight)
+            else:
+                self.combination.again(flight.slot, zero=flight.samples == 0 or me in left_out.get(flight.step, ()))
+            self._announce(flight)
+
+    def _count_late(self, meta: Mapping[str, Any]) -> bool:
+        """Return whether the work of rounds that this worker was late for counts in the round that the others compute."""
+        me = self.context.seat.rank
+        if self._late and me not in meta.get("late", ()):
+            self._strategy.forget_late("its samples were leased to others")
+        return bool(self._late) and me in meta.get("late", ()) and me in meta["idle"]
 
     def _receive_state(self, view: View) -> bool:
         """Load the state that a donor sends. Return False when a new view follows instead."""

@@ -254,6 +254,7 @@ class Server(Role):
             whole=self.strategy.results_are_whole,
             tokens_per_sample=tokens,
             step_timeout_s=self.strategy.round_timeout,
+            quorum=self.strategy.quorum,
             connect_s=connect_s(self.context),
         )
 

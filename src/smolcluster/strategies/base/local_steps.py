@@ -22,6 +22,9 @@ The anchor is the model of the run: it is evaluated, saved and exported, and wor
 the mesh plane in the middle of a round also has the local state of each worker and the results in flight, so that the round
 continues. On the elastic plane states are taken between rounds.
 
+A round that was too late on the elastic plane waits in an error buffer (`late_work.py`), which counts with the next
+contribution, and is kept beside the local state.
+
 The state of the outer optimizer is shared: it is in every checkpoint and is sent to workers that join. That of the inner one is
 local; other strategies continue with that of rank 0. On the elastic plane a checkpoint has that of one worker, and each worker
 keeps its own on its disk, beside its error feedback: workers that restart in the same run directory continue with it where the
@@ -33,9 +36,10 @@ Memory: the anchor and what is exchanged, beside weights, gradients and the stat
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -43,8 +47,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.fragmented import Fragmented
-from smolcluster.comm.rounds import Combination, Committed
+from smolcluster.comm.rounds import Combination, Committed, Contribution
 from smolcluster.compute.optim import load_named_state, named_state
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
@@ -54,11 +59,14 @@ from smolcluster.parallel.encoding import summed_by_workers
 from smolcluster.parallel.fragments import deal
 from smolcluster.parallel.placement import Node, Placement, Shape
 from smolcluster.strategies.base import Scope, State, StepReport
+from smolcluster.strategies.base.late_work import LateWork
 from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
 
+log = logging.getLogger(__name__)
+
 LocalStepsT = TypeVar("LocalStepsT", bound=RoundOptions)
-WEIGHTS, MOMENTS, ROUND = "weights/", "optimizer/", "round/"  # prefixes in `State.own`
+WEIGHTS, MOMENTS, ROUND, LATE = "weights/", "optimizer/", "round/", "late/"  # prefixes in `State.own`
 OUTER = "outer/"  # prefix in `State.shared`
 
 
@@ -130,7 +138,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     def setup(self, task: Task) -> None:
         super().setup(task)
-        self._mine = _Round(self.replica.updates)
+        self._mine, self._late = _Round(self.replica.updates), LateWork()
         if self.context.server_context is not None:  # a coordinator trains nothing
             return
         trained, last = self.trained, self.context.total_steps
@@ -193,12 +201,8 @@ class LocalSteps(Exchanging[LocalStepsT]):
         """Contribute the distance from the anchor; without streaming, return to the anchor until the round is committed."""
         if step == self.context.total_steps:  # with all fragments
             self.rounds.settle(in_flight=0)
-        slot = self.rounds.slot_of(step)
-        for place in self._fragmented.places(slot):
-            parameter, anchor = self.replica.parameters[place], self._anchor[place]
-            parameter.grad = anchor - parameter
-            if not self._streaming.streams:
-                parameter.copy_(anchor)
+        self._put_gradients(self.rounds.slot_of(step))
+        self._late.counted()
         done = self._mine
         if not self._streaming.overlap:
             self.replica.updates = done.first
@@ -210,9 +214,17 @@ class LocalSteps(Exchanging[LocalStepsT]):
             mine.start()
         self._mine = _Round(self.replica.updates)
 
+    def _put_gradients(self, slot: int) -> None:
+        for place in self._fragmented.places(slot):
+            parameter, anchor = self.replica.parameters[place], self._anchor[place]
+            parameter.grad = self._late.add_to(place, anchor - parameter)
+            if not self._streaming.streams:
+                parameter.copy_(anchor)
+
     @torch.no_grad()
     def apply(self, result: Committed) -> None:
         places = self._fragmented.places(result.slot)
+        self._late.committed(places)
         parameters: list[Tensor] = [self.replica.parameters[place] for place in places]
         anchors = [self._anchor[place] for place in places]
         if not result.empty:
@@ -228,6 +240,41 @@ class LocalSteps(Exchanging[LocalStepsT]):
         if not self._streaming.overlap:
             self.replica.updates = result.step
             self._mine = _Round(result.step)
+
+    # Rounds that were too late
+
+    @torch.no_grad()
+    def set_aside(self, late: Iterable[Contribution]) -> None:
+        for mine in late:
+            if mine.samples and not self._streaming.streams:
+                tensors = zip(self._fragmented.places(mine.slot), self._fragmented.contributed(mine.slot), strict=True)
+                self._late.put(dict(tensors), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
+            elif mine.samples:  # what was contributed is still in the weights
+                self._late.not_committed()
+                self._late.put(self._return_to_anchor(), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
+        self._late.not_committed()
+
+    def _return_to_anchor(self) -> dict[int, Tensor]:
+        """Return the distance of all parameters from the anchor, which they are set to."""
+        pairs = list(zip(self.replica.parameters, self._anchor, strict=True))
+        distances = {place: anchor - parameter for place, (parameter, anchor) in enumerate(pairs)}
+        for parameter, anchor in pairs:
+            parameter.copy_(anchor)
+        return distances
+
+    @torch.no_grad()
+    def contribute_late(self, mine: Contribution) -> None:
+        late = self._late
+        mine.samples, mine.weight, mine.said_loss = late.samples, late.weight, late.loss
+        self._put_gradients(mine.slot)
+        late.counted()
+        self._fragmented.start(mine.slot, weight=mine.weight)
+        self._fragmented.finish(mine.slot)
+
+    def forget_late(self, reason: str) -> None:
+        if self._late.tensors:
+            log.warning("what this worker computed for a round that it was late for is dropped: %s", reason)
+        self._late.clear()
 
     @property
     def _in_round(self) -> bool:
@@ -281,18 +328,20 @@ class LocalSteps(Exchanging[LocalStepsT]):
             state.weights = {**state.weights, **trained}
         if self._streaming.streams:
             state.numbers["fragments"] = [self._streaming.fragments, self.local_steps]
-        state.own = own
+        state.own = own | {f"{LATE}{name}": tensor for name, tensor in self._late.state(self._names()).items()}
         return state
 
     def load_state(self, state: State) -> None:
         self._check_fragments(state)
         own = state.own
         moments = {name.removeprefix(MOMENTS): tensor for name, tensor in own.items() if name.startswith(MOMENTS)}
-        buffers = {name: tensor for name, tensor in own.items() if not name.startswith((WEIGHTS, MOMENTS, ROUND))}
+        buffers = {name: tensor for name, tensor in own.items() if not name.startswith((WEIGHTS, MOMENTS, ROUND, LATE))}
         super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
         self._mine = _Round(self.replica.updates)
         if f"{ROUND}first" in own:
             self._load_round(own)
+        if late := under(LATE, own):
+            self._late.load(self._names(), late)
 
     def _load_rounds(self, state: State) -> None:
         if self.context.server_context is None:

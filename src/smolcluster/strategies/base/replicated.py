@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar, Literal, TypeVar, cast
 
@@ -119,6 +119,23 @@ class Exchanging(Replicated[OptionsT]):
     def round_timeout(self) -> float | None:
         """Seconds that a worker may compute while others wait for it; None: adaptive."""
         return None
+
+    @property
+    def quorum(self) -> float:
+        """The share of the members that must have contributed to a round where the others are late; 1: wait for all."""
+        return 1.0
+
+    # Elastic plane, with a quorum
+
+    def set_aside(self, late: Iterable[Contribution]) -> None:
+        """Keep these contributions, which were too late for their rounds. Others in flight do not count."""
+
+    def contribute_late(self, mine: Contribution) -> None:
+        """Contribute what was set aside to a round for which this worker has computed nothing else."""
+        raise AssertionError(f"{type(self).__name__} waits for all")
+
+    def forget_late(self, reason: str) -> None:
+        """Drop what was set aside."""
 
     @property
     def stops_when_stale(self) -> bool:

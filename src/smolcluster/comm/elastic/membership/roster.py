@@ -47,6 +47,7 @@ class Member:
     fixed_s: float = 0.0  # seconds of a step beside computing, smoothed
     said: Mapping[str, Any] = field(default_factory=dict)  # the meta of its JOIN
     report: dict[str, Any] = field(default_factory=dict)
+    answer: Message | None = None  # its last WAITING while it was no member
 
     @property
     def name(self) -> str:
@@ -182,11 +183,16 @@ class Roster:
                 self._on_event(member, message.meta)
             case _ if member is not None:
                 return MemberMessage(member, message)
-            case _ if any(other.link is link for other in (*self.newcomers, *self.paused)):
-                pass  # sent before it was paused or lost
+            case _ if (other := self._outside(link)) is not None:
+                if message.kind is Kind.WAITING:
+                    other.answer = message  # anything else was sent before it was paused or lost
             case _:
                 self.refuse(link, f"{message.kind.name} before it has joined")
         return None
+
+    def _outside(self, link: Link) -> Member | None:
+        """Return the newcomer or paused member with this link."""
+        return next((other for other in (*self.newcomers, *self.paused) if other.link is link), None)
 
     def _join(self, link: Link, meta: Mapping[str, Any]) -> None:
         peer = link.peer
@@ -243,6 +249,16 @@ class Roster:
         """Give a member a new epoch: messages that it sent before are stale."""
         self.epoch += 1
         member.epoch = self.epoch
+
+    def step_aside(self, member: Member, reason: str) -> None:
+        """Make a member a newcomer, with its link. `get` returns the loss."""
+        del self.members[member.rank]
+        member.returning = True
+        self.newcomers.append(member)
+        self._mailbox.num_senders = len(self.members)
+        self.epoch += 1
+        self._news.append(MemberGone(member, reason))
+        self._on_change("paused", member, reason)
 
     def evict(self, member: Member, reason: str) -> None:
         """Remove a member, which may join again. `get` returns the loss."""
