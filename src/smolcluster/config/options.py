@@ -117,7 +117,7 @@ _OF_OTHER_CODECS = frozenset({"codec_fraction", "codec_rank"})
 
 
 class DiLoCoOptions(RoundOptions):
-    only_elastic = frozenset({"step_timeout", "quorum"}) | _OF_OTHER_CODECS
+    only_elastic = frozenset({"step_timeout", "quorum", "offline", "max_rounds_apart"}) | _OF_OTHER_CODECS
     only_mesh = _OF_OTHER_CODECS
     preset: Annotated[Literal["lan", "wan"], Lower] | None = Field(
         None,
@@ -142,6 +142,13 @@ class DiLoCoOptions(RoundOptions):
         None, description="share of the result in the weights when it arrives; null: 0.5 with overlap, 1 without"
     )
 
+    offline: bool = Field(
+        False, description="a worker that loses the coordinator trains on alone, and its work is merged when it returns"
+    )
+    max_rounds_apart: Count = Field(
+        10,
+        description="offline: rounds that a worker may be apart; it trains no longer alone, and work that is older is dropped",
+    )
     quorum: Fraction = Field(
         0.5,
         description="a round commits without members that are late if more than this share of them has contributed; 1: it "

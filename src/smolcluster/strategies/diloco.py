@@ -57,6 +57,10 @@ class DiLoCo(LocalSteps[DiLoCoOptions]):
     def quorum(self) -> float:
         return self.options.quorum
 
+    @property
+    def max_rounds_apart(self) -> int:
+        return self.options.max_rounds_apart if self.options.offline else 0
+
     @classmethod
     def outer_states(cls, options: DiLoCoOptions) -> int:
         return int(options.outer_momentum > 0)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import torch
+from tests.tasks import Tiny
 from torch import Tensor, nn
 
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.rounds import BucketSum
+from smolcluster.config import load_config, resolve
+from smolcluster.config.options import DiLoCoOptions
+from smolcluster.parallel.placement import Seat
+from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.late_work import LateWork
+from smolcluster.strategies.diloco import DiLoCo
 
 NAMES = ["a", "b"]
 
@@ -48,6 +54,42 @@ def test_it_is_saved_by_name_and_restored_to_the_bit() -> None:
     late.put({1: torch.rand(2)}, samples=8, weight=8.0, loss=1.0)
     again.load(NAMES, late.state(NAMES))
     assert torch.equal(again.add_to(1, one(0.1)), late.add_to(1, one(0.1)))
+
+
+def make_strategy() -> DiLoCo:
+    config = resolve(load_config([], sets={"strategy.name": "diloco", "training.device": "cpu", "training.steps": 8}))
+    seat = Seat(rank=0, node="here", shard=0)
+    context = Context(
+        config=config,
+        seat=seat,
+        seats=[seat],
+        group=MemoryGroup.world(1)[0],
+        device=torch.device("cpu"),
+        total_steps=8,
+        samples_per_step=[2],
+        stop_requested=lambda: False,
+        warn=lambda _: None,
+    )
+    strategy = DiLoCo(DiLoCoOptions(), context)
+    strategy.setup(Tiny(config=config))
+    return strategy
+
+
+def test_it_is_part_of_what_a_worker_keeps_of_its_own() -> None:
+    """And the next contribution after a restart has it, to the bit."""
+    one, other = make_strategy(), make_strategy()
+    one._late.put({place: torch.randn_like(p) for place, p in enumerate(one._anchor)}, samples=8, weight=8.0, loss=1.0)
+    state = one.state()
+    assert sum(name.startswith("late/") for name in state.own) == len(one._anchor)
+    other.load_state(state)
+    for strategy in (one, other):
+        with torch.no_grad():
+            strategy._put_gradients(0)
+    for mine, theirs in zip(one.replica.parameters, other.replica.parameters, strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert bool(mine.grad.any())
+        assert torch.equal(mine.grad, theirs.grad)
 
 
 def test_a_dense_sum_keeps_what_this_member_contributed() -> None:

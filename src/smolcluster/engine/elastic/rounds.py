@@ -21,6 +21,8 @@ to rounds that the others have computed. Where every member holds the whole resu
 while the others train: it gets a state through the coordinator, then the results of the rounds since, and applies them
 (`coordination/followers.py`).
 
+A worker may train on alone while it has no link to the coordinator (`engine/alone.py`).
+
 The coordinator's record survives a restart. The workers reconnect and report what they hold; a round whose COMMIT was recorded
 and not received is applied from the result that they kept.
 """
@@ -47,6 +49,7 @@ from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.group import PeerLost
 from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds, UnreadableContribution
+from smolcluster.engine.alone import Alone
 from smolcluster.engine.elastic.deadline import WAITING_S
 from smolcluster.engine.elastic.member_side import MemberSide
 from smolcluster.errors import SmolclusterError
@@ -90,9 +93,11 @@ class ElasticRounds(Rounds, MemberSide):
         self._round = 0  # the last step of the round that was begun
         self._shares: dict[int, list[Tensor]] = {}  # of the next round to follow, in slices
         self._pull: Message | None = None  # an upload that was requested, until no round is under way here
+        self._alone = Alone(self.context, self.replica, most_steps=strategy.max_rounds_apart * strategy.local_steps)
         self._late: list[int] = []  # rounds that this worker was late for; their samples are still leased to it
 
     def introduction(self) -> dict[str, Any]:
+        self.come_back()
         held = [[flight.step, flight.epoch] for flight in self.flights if flight.reported]
         return {"address": self._address, "updates": self.replica.updates, "held": held}
 
@@ -100,9 +105,14 @@ class ElasticRounds(Rounds, MemberSide):
         while not self._over:
             self._check_stop()
             self._advance(wait=False)
-            if self._link.leases and self._group is not None:
+            if self._goes_on_alone():
+                if (lease := self._alone.lease()) is not None:
+                    self._round = 0
+                    return lease
+            elif self._link.leases and self._group is not None:
                 lease = self._link.leases.popleft()
                 self._round = lease.step
+                self._alone.batch = max(1, lease.samples // lease.steps)
                 return lease
             if not self._over:
                 self._advance(wait=True)
@@ -112,8 +122,26 @@ class ElasticRounds(Rounds, MemberSide):
         return step == self._round
 
     def settle(self, *, in_flight: int) -> None:
-        while len(self.flights) > in_flight and not self._over:
+        while len(self.flights) > in_flight and not self._over and not self._goes_on_alone():
             self._advance(wait=True)
+
+    def _goes_on_alone(self) -> bool:
+        """Return whether this worker trains without the coordinator now."""
+        if not self.alone and self._alone.is_possible and not self._link.connected:
+            # A result that was reported may have counted: it is kept, and applied if the coordinator says so.
+            held = deque(flight for flight in self.flights if flight.reported)
+            self._strategy.set_aside([flight for flight in self.flights if not flight.reported], held=held)
+            self.flights = held
+            self._strategy.go_on_alone()
+            self._alone.begin()
+            self.alone = True
+        return self.alone
+
+    def come_back(self) -> None:
+        if self.alone:
+            self.alone = False
+            self._alone.end()
+            self._strategy.come_back()
 
     def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]:
         mine.epoch = self._epoch
@@ -160,6 +188,8 @@ class ElasticRounds(Rounds, MemberSide):
     def _next_message(self, *, wait: bool) -> Message | None:
         while (message := self._link.get(WAITING_S if wait else 0)) is None and wait:
             self._report_waiting()
+            if self._strategy.max_rounds_apart and not self._link.connected:
+                break
         return message
 
     def _report_waiting(self) -> None:
@@ -263,10 +293,13 @@ class ElasticRounds(Rounds, MemberSide):
             flight = self.flights[0] if self.flights else None
             if flight is not None and flight.reported and (flight.step, flight.epoch) == (step, epoch):
                 self._take_step(weight=weight, norm=norm)
+        most = self._strategy.max_rounds_apart
         if late := bool(welcome.meta.get("late")):
             self._late += [flight.step for flight in self.flights if flight.samples > 0]
-        self._strategy.set_aside(self.flights if late else [])
-        if self.flights and not late:
+        self._strategy.set_aside(self.flights if late or most else [])
+        if most and (behind := (welcome.step - self.replica.updates) / self.local_steps) > most:
+            self._strategy.forget_late(f"it is {behind:g} rounds behind, strategy.max_rounds_apart is {most}")
+        if self.flights and not late and not most:
             computed = sum(flight.samples > 0 for flight in self.flights)
             self.context.stale_rejected += computed
             if computed and self._strategy.stops_when_stale:
@@ -318,7 +351,7 @@ class ElasticRounds(Rounds, MemberSide):
     def _count_late(self, meta: Mapping[str, Any]) -> bool:
         """Return whether the work of rounds that this worker was late for counts in the round that the others compute."""
         me = self.context.seat.rank
-        if self._late and me not in meta.get("late", ()):
+        if self._late and me not in meta.get("late", ()) and not self._strategy.max_rounds_apart:
             self._strategy.forget_late("its samples were leased to others")
         return bool(self._late) and me in meta.get("late", ()) and me in meta["idle"]
 

@@ -244,7 +244,9 @@ class LocalSteps(Exchanging[LocalStepsT]):
     # Rounds that were too late
 
     @torch.no_grad()
-    def set_aside(self, late: Iterable[Contribution]) -> None:
+    def set_aside(self, late: Iterable[Contribution], *, held: Iterable[Contribution] = ()) -> None:
+        for mine in held:
+            self._late.committed(self._fragmented.places(mine.slot))  # it is in that contribution
         for mine in late:
             if mine.samples and not self._streaming.streams:
                 tensors = zip(self._fragmented.places(mine.slot), self._fragmented.contributed(mine.slot), strict=True)
@@ -271,9 +273,22 @@ class LocalSteps(Exchanging[LocalStepsT]):
         self._fragmented.start(mine.slot, weight=mine.weight)
         self._fragmented.finish(mine.slot)
 
+    @torch.no_grad()
+    def go_on_alone(self) -> None:
+        for place, tensor in self._late.tensors.items():
+            parameter = self.replica.parameters[place]
+            parameter.sub_(tensor.to(parameter.device, parameter.dtype))
+        self._late.clear()
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        self._late.put(self._return_to_anchor(), samples=0, weight=0.0, loss=0.0)
+        self.replica.updates = self._mine.first
+        self._mine = _Round(self.replica.updates)
+
     def forget_late(self, reason: str) -> None:
         if self._late.tensors:
-            log.warning("what this worker computed for a round that it was late for is dropped: %s", reason)
+            log.warning("what this worker computed and no round has counted is dropped: %s", reason)
         self._late.clear()
 
     @property

@@ -125,10 +125,15 @@ class Exchanging(Replicated[OptionsT]):
         """The share of the members that must have contributed to a round where the others are late; 1: wait for all."""
         return 1.0
 
-    # Elastic plane, with a quorum
+    @property
+    def max_rounds_apart(self) -> int:
+        """How many rounds a worker that has lost the coordinator may train alone; 0: it waits."""
+        return 0
 
-    def set_aside(self, late: Iterable[Contribution]) -> None:
-        """Keep these contributions, which were too late for their rounds. Others in flight do not count."""
+    # Elastic plane, with a quorum or offline
+
+    def set_aside(self, late: Iterable[Contribution], *, held: Iterable[Contribution] = ()) -> None:
+        """Keep these contributions, which were too late for their rounds. Others in flight do not count; those `held` may."""
 
     def contribute_late(self, mine: Contribution) -> None:
         """Contribute what was set aside to a round for which this worker has computed nothing else."""
@@ -136,6 +141,14 @@ class Exchanging(Replicated[OptionsT]):
 
     def forget_late(self, reason: str) -> None:
         """Drop what was set aside."""
+
+    def go_on_alone(self) -> None:
+        """Go on from the weights that were set aside."""
+        raise AssertionError(f"{type(self).__name__} does not train alone")
+
+    def come_back(self) -> None:
+        """Set aside what was computed alone."""
+        raise AssertionError(f"{type(self).__name__} does not train alone")
 
     @property
     def stops_when_stale(self) -> bool:
