@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smolcluster.config.options import Options, RoundOptions
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import size
@@ -34,6 +35,17 @@ def is_automatic(config: Config, host: str) -> bool:
     """Return whether the batch size of this host follows its speed."""
     said = config.cluster.batch_size
     return (said if isinstance(said, str) else said.get(host)) == "auto"
+
+
+def check_balance(config: Config, options: Options) -> None:
+    """Raise UserError where both the steps and the batch of a machine would follow its speed."""
+    said = config.cluster.batch_size
+    equal_time = isinstance(options, RoundOptions) and options.equal_time
+    if equal_time and "auto" in ([said] if isinstance(said, str) else said.values()):
+        raise UserError(
+            "strategy.inner_steps auto and cluster.batch_size auto both divide the work by speed; leave cluster.batch_size "
+            "out, or set strategy.inner_steps to a number"
+        )
 
 
 def check_finite(broken: str | None, *, step: int) -> None:

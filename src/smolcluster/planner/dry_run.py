@@ -10,7 +10,7 @@ from smolcluster.compute.device import choose_device
 from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
-from smolcluster.engine.checks import check_enough_samples
+from smolcluster.engine.checks import check_balance, check_enough_samples
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.run_length import last_step
 from smolcluster.errors import UserError
@@ -26,6 +26,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     """Open the data and build the model on fake tensors, to report mistakes."""
     device = choose_device(config.training.device)
     options, ignored = read_options(config.strategy, plane=plane)
+    check_balance(config, options)
     strategy = find_strategy(config.strategy.name, plane, options)
     named = len(config.cluster.workers)
     nodes = [
