@@ -933,6 +933,7 @@ class Unlike(Double):
     WEIGHTS         a folder for a line of each worker after each round, with a hash of its weights
     """
 
+    quick_check = False  # a server has no time to rest
     calls = 0
 
     def __init__(self, config: Any) -> None:

@@ -96,9 +96,8 @@ def check_same_config(
             if isinstance(value, dict) and isinstance(mine.get(key), dict):
                 compare(value, mine[key], f"{name}.")
             elif value != mine.get(key):
-                raise UserError(
-                    f"{name} is {mine.get(key)!r:.200} on rank {rank} and {value!r:.200} on {first_is}; start all ranks alike"
-                )
+                ours, theirs = ("not set" if each is None else f"{each!r:.200}" for each in (mine.get(key), value))
+                raise UserError(f"{name} is {ours} on rank {rank} and {theirs} on {first_is}; start all ranks alike")
 
     compare(first, mine, "")
 
