@@ -139,7 +139,15 @@ def test_samples_that_were_not_read_return(read: int) -> None:
     assert leases.state_dict()["position"] == read
 
 
-@pytest.mark.parametrize("read", [0, -4, 121, 4.0, "4", True])
+def test_a_member_that_has_read_nothing_loses_its_lease() -> None:
+    run, leases = Round(), Leases()
+    run.members = [member(0)]
+    leases.grant(run.members[0].instance, 30, 120)
+    assert run.local.objection(run.members[0], 30, {"samples": 0}, leases) is None
+    assert leases.held(run.members[0].instance) == {}
+
+
+@pytest.mark.parametrize("read", [-4, 121, 4.0, "4", True])
 def test_a_false_number_of_samples_is_no_report(read: object) -> None:
     run, leases = Round(), Leases()
     run.members = [member(0)]

@@ -93,9 +93,12 @@ class LocalRounds:
             return "its DONE message is malformed"
         if not held or read is None or read == leased:
             return None
-        if type(read) is not int or not 0 < read < leased:
+        if type(read) is not int or not 0 <= read < leased:
             return f"it reports {read!r:.40} samples in step {step}, and {leased} are leased to it"
-        leases.shorten(member.instance, step, read)
+        if read:
+            leases.shorten(member.instance, step, read)
+        else:  # it entered this view without a state
+            leases.give_back(member.instance, step)
         return None
 
     def committed(self, reports: Iterable[tuple[Member, Mapping[str, Any]]], *, step: int) -> None:
