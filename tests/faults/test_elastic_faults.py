@@ -542,6 +542,32 @@ def test_absurd_gradients_are_refused_and_harm_nobody(
     assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
+@pytest.mark.usual(when=lambda codec: codec == "int8")
+@pytest.mark.parametrize("codec", ["fp32", "int8", "blocktopk"])
+def test_absurd_pseudo_gradients_are_clipped_and_harm_nobody(tmp_path: Path, codec: str) -> None:
+    """What one of three learns is a million times too large, again and again. Its error feedback keeps nothing of it."""
+    config = {
+        "strategy.codec": codec,
+        "training.steps": 80,
+        "training.optimizer": "sgd",
+        "training.momentum": 0.0,
+        "training.learning_rate": 0.2,
+        "training.grad_clip_norm": 0.0,
+    }
+    clean = run("diloco", 3, tmp_path / "clean", config, slow={})
+    calls = (30, 40, 50, 60)
+    environ = {"SPOIL": ",".join(f"1:{call}:1e6" for call in calls)}
+    world = run("diloco", 3, tmp_path / "spoiled", config, task="Spoiled", environ=environ, slow={})
+    assert_sound(world, steps=80)
+    said = [notice for notice in world.server.notices() if "is clipped: its norm is" in notice]
+    assert [int(re.findall(r"for step (\d+)", notice)[0]) for notice in said] == list(calls)
+    assert all(notice.startswith("the pseudo-gradient of worker 1 (testhost) for step ") for notice in said)
+    assert world.summary["clipped"] == {"worker 1 (testhost)": len(calls)}
+    assert world.summary["refused"] == {}
+    assert clean.summary["clipped"] == {}
+    assert world.summary["val_loss"] <= clean.summary["val_loss"] + 0.02
+
+
 @usually("edp", "allreduce")
 @pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce", "allreduce-2"])
 def test_what_a_codec_left_out_of_a_refused_gradient_does_not_come_later(tmp_path: Path, kind: str) -> None:

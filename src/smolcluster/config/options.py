@@ -92,6 +92,11 @@ class RoundOptions(ExchangeOptions):
     def streaming(self) -> Streaming:
         return Streaming()
 
+    @property
+    def equal_time(self) -> bool:
+        """Whether the workers of a round take as many steps as each has time for, instead of equally many."""
+        return False
+
 
 class LocalStepOptions(RoundOptions):
     local_steps: Count = Field(10, description="local steps of a worker between two exchanges")
@@ -116,6 +121,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 _OF_OTHER_CODECS = frozenset({"codec_fraction", "codec_rank"})
 
 
+INNER_STEPS = 30
+
+
 class DiLoCoOptions(RoundOptions):
     only_elastic = frozenset({"step_timeout"}) | _OF_OTHER_CODECS
     only_mesh = _OF_OTHER_CODECS
@@ -124,7 +132,11 @@ class DiLoCoOptions(RoundOptions):
         description="lan: codec int4; wan: codec blocktopk with 2 bits, codec_k 128, inner_steps 15, outer_lr 0.9, "
         "outer_momentum 0.5; other options override it",
     )
-    inner_steps: Count = Field(30, description="local steps of a worker between two exchanges")
+    inner_steps: Count | Auto = Field(
+        INNER_STEPS,
+        description="local steps of a worker between two exchanges; auto (elastic plane): 30 for the usual machine, and for "
+        "others as many as take as long",
+    )
     outer_lr: Positive = Field(0.7, description="learning rate of the outer optimizer")
     outer_momentum: BelowOne = Field(0.9, description="momentum of the outer optimizer; 0: plain SGD")
     nesterov: bool = Field(True, description="Nesterov momentum in the outer optimizer")
@@ -158,15 +170,21 @@ class DiLoCoOptions(RoundOptions):
 
     @model_validator(mode="after")
     def _streaming(self) -> Self:
-        if self.inner_steps % self.fragments:
+        steps = self.steps_per_round
+        if steps % self.fragments:
+            raise ValueError(f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {steps}")
+        if self.overlap >= steps:
+            raise ValueError(f"strategy.overlap is {self.overlap}; it must be less than strategy.inner_steps, {steps}")
+        if self.overlap and self.equal_time:
             raise ValueError(
-                f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {self.inner_steps}"
-            )
-        if self.overlap >= self.inner_steps:
-            raise ValueError(
-                f"strategy.overlap is {self.overlap}; it must be less than strategy.inner_steps, {self.inner_steps}"
+                f"strategy.overlap is {self.overlap}, in steps that are equally long on no two machines with "
+                f"strategy.inner_steps auto; set inner_steps to a number, such as {INNER_STEPS}"
             )
         return self
+
+    @property
+    def equal_time(self) -> bool:
+        return self.inner_steps == "auto"
 
     @property
     def streaming(self) -> Streaming:
@@ -175,7 +193,7 @@ class DiLoCoOptions(RoundOptions):
 
     @property
     def steps_per_round(self) -> int:
-        return self.inner_steps
+        return INNER_STEPS if self.inner_steps == "auto" else self.inner_steps
 
 
 class AllReduceOptions(ExchangeOptions):

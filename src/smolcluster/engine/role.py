@@ -26,7 +26,7 @@ from smolcluster.engine.channel import ControlChannel
 from smolcluster.engine.checkpoint.async_saver import Saver, Store
 from smolcluster.engine.checkpoint.snapshot import Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
-from smolcluster.engine.checks import Room, check_disk_space, check_memory
+from smolcluster.engine.checks import Room, check_balance, check_disk_space, check_memory
 from smolcluster.engine.profiler import Profiler, steps_of
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
@@ -101,6 +101,7 @@ class Role(ABC):
         self.device = choose_device(self.config.training.device, local_rank=self.spec.local_rank)
         self.options, ignored = read_options(self.config.strategy, plane=self.spec.plane)
         self.strategy_class = find_strategy(self.config.strategy.name, self.spec.plane, self.options)
+        check_balance(self.config, self.options)
         if self.config.training.profile is not None:
             steps_of(self.config.training.profile)  # report mistakes early
             if self.spec.plane == "elastic" and lead:

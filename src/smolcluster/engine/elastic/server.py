@@ -251,6 +251,7 @@ class Server(Role):
             self.strategy.replica,
             rounds_ahead=self.strategy.rounds_in_flight + 1,
             local_steps=self._local_steps,
+            equal_time=self.strategy.equal_time,
             whole=self.strategy.results_are_whole,
             tokens_per_sample=tokens,
             step_timeout_s=self.strategy.round_timeout,

@@ -149,6 +149,8 @@ class ElasticWorker(Role):
 
     def _keep_own(self, *, now: bool = False) -> None:
         """Save own state (error feedback) after the rounds where the server saves."""
+        if self.reader.in_round and not now:
+            return
         every, updates = self.config.training.checkpoint_steps or self.total_steps + 1, self.strategy.replica.updates
         if (
             self.own is not None

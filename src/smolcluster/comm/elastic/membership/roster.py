@@ -128,6 +128,7 @@ class Roster:
         self.epoch = epoch
         self.joined = self.lost = 0
         self.refused: Counter[str] = Counter()  # by peer name
+        self.clipped: Counter[str] = Counter()  # contributions, by peer name
         self._mailbox, self._plan, self._admit = mailbox, plan, admit
         self.expect, self.allow, self.release = mailbox.expect, mailbox.allow, mailbox.release
         self._on_event, self._on_change = on_event, on_change
