@@ -26,6 +26,11 @@ class Options(BaseModel):
     only_elastic: ClassVar[frozenset[str]] = frozenset()  # options without effect on the mesh plane
     only_mesh: ClassVar[frozenset[str]] = frozenset()  # and on the elastic plane
 
+    @property
+    def picks_preset(self) -> bool:
+        """Whether `preset` is picked by the measured link between machines when a run begins."""
+        return False
+
     @classmethod
     def on(cls, plane: str | None) -> Mapping[str, FieldInfo]:
         """Return the options that have an effect on this plane; None: on any."""
@@ -107,6 +112,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "wan": {"codec": "blocktopk", "codec_bits": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
 }
 _OF_OTHER_CODECS = frozenset({"codec_fraction", "codec_rank"})
+_IN_PLACE_OF_A_PRESET = frozenset({"preset", *CodecOptions.model_fields, "outer_lr", "outer_momentum", "nesterov"})
 
 
 class DiLoCoOptions(RoundOptions):
@@ -115,7 +121,7 @@ class DiLoCoOptions(RoundOptions):
     preset: Annotated[Literal["lan", "wan"], Lower] | None = Field(
         None,
         description="lan: codec int4, outer Nesterov; wan: codec blocktopk with 2 bits, plain outer SGD of rate 1; "
-        "other options override it",
+        "other options override it; null, without codec and outer options: picked by the measured link",
     )
     inner_steps: Count = Field(30, description="local steps of a worker between two exchanges")
     outer_lr: Positive = Field(0.7, description="learning rate of the outer optimizer")
@@ -140,6 +146,10 @@ class DiLoCoOptions(RoundOptions):
     def _preset(cls, given: Any) -> Any:
         preset = given.get("preset") if isinstance(given, dict) else None
         return {**PRESETS.get(preset.lower(), {}), **given} if isinstance(preset, str) else given
+
+    @property
+    def picks_preset(self) -> bool:
+        return not self.model_fields_set & _IN_PLACE_OF_A_PRESET
 
     @field_validator("codec")
     @classmethod
