@@ -26,6 +26,11 @@ class Options(BaseModel):
     only_elastic: ClassVar[frozenset[str]] = frozenset()  # options without effect on the mesh plane
     only_mesh: ClassVar[frozenset[str]] = frozenset()  # and on the elastic plane
 
+    @property
+    def picks_preset(self) -> bool:
+        """Whether `preset` is picked by the measured link between machines when a run begins."""
+        return False
+
     @classmethod
     def on(cls, plane: str | None) -> Mapping[str, FieldInfo]:
         """Return the options that have an effect on this plane; None: on any."""
@@ -119,6 +124,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _OF_OTHER_CODECS = frozenset({"codec_fraction", "codec_rank"})
+_IN_PLACE_OF_A_PRESET = frozenset({"preset", *CodecOptions.model_fields, "outer_lr", "outer_momentum", "nesterov"})
 
 
 INNER_STEPS = 30
@@ -130,7 +136,7 @@ class DiLoCoOptions(RoundOptions):
     preset: Annotated[Literal["lan", "wan"], Lower] | None = Field(
         None,
         description="lan: codec int4; wan: codec blocktopk with 2 bits, codec_k 128, inner_steps 15, outer_lr 0.9, "
-        "outer_momentum 0.5; other options override it",
+        "outer_momentum 0.5; other options override it; null, without codec and outer options: picked by the measured link",
     )
     inner_steps: Count | Auto = Field(
         INNER_STEPS,
@@ -159,6 +165,10 @@ class DiLoCoOptions(RoundOptions):
     def _preset(cls, given: Any) -> Any:
         preset = given.get("preset") if isinstance(given, dict) else None
         return {**PRESETS.get(preset.lower(), {}), **given} if isinstance(preset, str) else given
+
+    @property
+    def picks_preset(self) -> bool:
+        return not self.model_fields_set & _IN_PLACE_OF_A_PRESET
 
     @field_validator("codec")
     @classmethod
