@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.faults.elastic_history import Lines, commits, instances, lines_of
+from tests.faults.elastic_history import Lines, changes, commits, instances, lines_of
 from tests.world import ElasticWorld, Life
 
 from smolcluster.engine.elastic import history
@@ -81,12 +81,15 @@ def _alive_s(life: Life, away: Sequence[tuple[float, float]], *, since: float, u
 
 def measure_stalls(lines: Lines, victims: Sequence[Victim]) -> None:
     for victim in victims:
+        # One that leaves in good order finishes its round.
+        left = [line["time"] for line in changes(lines, "left") if line["instance"] == victim.instance]
+        since = left[0] if left and victim.fault.kind == "join" else victim.time
         # One that was away for so short a time that nobody missed it may count as soon as it is back.
         back = [end for _, _, end in victim.away]
         found = (
-            line["time"] - victim.time
+            line["time"] - since
             for line in commits(lines)
-            if line["time"] >= victim.time
+            if line["time"] >= since
             and (victim.instance not in instances(line) or any(line["time"] >= end for end in back))
         )
         victim.stall_s = next(found, None)  # None: the run was over
