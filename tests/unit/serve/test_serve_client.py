@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.command import eventually
-from tests.e2e.fake_chat import STORY, Fake, break_off, err, pieces, refuse, serving
+from tests.e2e.serve.fake_chat import STORY, Fake, break_off, err, pieces, refuse, serving
 from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from benchmarks.network import check_possible, hosts
 from tests.e2e.command import TINY, Smol, eventually, read_rows
-from tests.e2e.sshd import Box, Lab, free_port, lab, make_key
-from tests.e2e.test_bad_input import small_disk
+from tests.e2e.launch.sshd import Box, Lab, free_port, lab, make_key
+from tests.e2e.train.test_bad_input import small_disk
 
 from smolcluster.errors import UserError
 

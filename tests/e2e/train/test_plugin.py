@@ -15,7 +15,7 @@ from tests.warm import ADDS
 
 STEPS_OF_ROUND = {"mesh": "strategy.local_steps=2", "elastic": "strategy.options.local_steps=2"}  # both are the same
 PATIENCE_S = 280.0  # four processes that import torch at once, beside other tests, on two cores
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRAIN = ("--strategy", "Fed-Avg", "--workers", "2", "--steps", "4", "--override", *TINY, "training.checkpoint_steps=2")
 # On the elastic plane a checkpoint has the optimizer state of one worker.
 STATELESS = ("training.optimizer=sgd", "training.momentum=0")

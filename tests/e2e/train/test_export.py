@@ -16,7 +16,7 @@ from smolcluster.engine.checkpoint.store import read_checkpoint
 from smolcluster.models.hugging_face import load
 
 LLAMA = ("model.position=rotary", "model.norm=rmsnorm", "model.activation=swiglu", "model.num_kv_heads=1")
-DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.network import check_possible, hosts
 from tests.e2e.command import TINY, Smol, eventually
-from tests.e2e.sshd import free_port
+from tests.e2e.launch.sshd import free_port
 
 from smolcluster.errors import UserError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarks.network import Network, check_possible, hosts
 from tests.e2e.command import TINY, Running, Smol, children, eventually, read_rows
-from tests.e2e.sshd import free_port
+from tests.e2e.launch.sshd import free_port
 
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.command import Beside, Ended, Smol, read_summary
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.fixture(scope="module", autouse=True)

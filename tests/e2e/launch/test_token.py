@@ -20,7 +20,7 @@ COMMANDS = ["", "new", "add", "show", "list", "rotate", "revoke"]
 TOKEN = re.compile(r"smol1_[A-Za-z0-9_-]{48}")
 # Any import of torch is an error.
 WITHOUT_TORCH = ("-c", "import sys; sys.modules['torch'] = None; from smolcluster.cli import main; main()")
-DOCS = Path(__file__).parents[2] / "docs" / "security.md"
+DOCS = Path(__file__).parents[3] / "docs" / "security.md"
 
 
 class Machine:

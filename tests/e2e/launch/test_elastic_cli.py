@@ -27,7 +27,7 @@ pytestmark = [
 
 STEPS = 8
 PATIENCE_S = 120.0  # five processes that import torch at once, beside other tests, on two cores
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 # Workers that count as one: the same weights, however often they were interrupted.
 EXACT = (*TINY, "training.checkpoint_steps=4", "training.eval_steps=4", "strategy.worker_update_interval=1")
 ALONE = "cluster.standby=false"  # saves a process where nobody kills the server

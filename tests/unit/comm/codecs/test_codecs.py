@@ -626,7 +626,7 @@ def test_small_numbers_arrive_only_with_feedback():
 
 
 def test_the_example_of_the_page_runs():
-    page = (Path(__file__).parents[3] / "docs" / "codecs.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "codecs.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(example, "docs/codecs.md", "exec"), names)

@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 from tests.e2e.browser import CHROMIUM, PATIENCE_MS, chromium, pages, until
 from tests.e2e.command import eventually
-from tests.e2e.fake_chat import STATIC, STORY, Fake, break_off, err, machine, pieces, refuse, serving, three_stages
+from tests.e2e.serve.fake_chat import (
+    STATIC,
+    STORY,
+    Fake,
+    break_off,
+    err,
+    machine,
+    pieces,
+    refuse,
+    serving,
+    three_stages,
+)
 from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
 
