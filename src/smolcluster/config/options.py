@@ -5,6 +5,7 @@ The section is made from these classes (`config/strategies.py`), so the type of 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -37,12 +38,24 @@ class Options(BaseModel):
         unused = {"mesh": cls.only_elastic, "elastic": cls.only_mesh}.get(plane or "", frozenset())
         return {key: field for key, field in cls.model_fields.items() if key not in unused}
 
+    def without_effect(self) -> frozenset[str]:
+        """Return the options that have no effect beside the values of others."""
+        return frozenset()
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
     """In the type of an option: the type in a configuration file, where that allows more."""
 
     type: Any
+
+
+_CODECS_WITH: Mapping[str, frozenset[str]] = {
+    "codec_fraction": frozenset({"topk", "randk"}),
+    "codec_rank": frozenset({"powersgd"}),
+    "codec_k": frozenset({"blocktopk"}),
+    "codec_bits": frozenset({"blocktopk"}),
+}
 
 
 class CodecOptions(Options):
@@ -60,6 +73,15 @@ class CodecOptions(Options):
         2, description="blocktopk: bits of a number that is sent; 0: bf16"
     )
     use_quantization: bool = Field(False, description="8-bit gradients; the same as codec: int8")
+
+    @property
+    def chosen(self) -> str:
+        """Return the name of the codec in use."""
+        return "int8" if self.use_quantization else self.codec
+
+    def without_effect(self) -> frozenset[str]:
+        unused = {key for key, codecs in _CODECS_WITH.items() if self.chosen not in codecs}
+        return super().without_effect() | unused
 
 
 class ExchangeOptions(CodecOptions):
@@ -90,8 +112,9 @@ class RoundOptions(ExchangeOptions):
     """Of strategies with local steps between exchanges."""
 
     @property
+    @abstractmethod
     def steps_per_round(self) -> int:
-        raise NotImplementedError
+        """Return how many local steps a worker does between two exchanges of the whole model."""
 
     @property
     def streaming(self) -> Streaming:
@@ -204,6 +227,14 @@ class DiLoCoOptions(RoundOptions):
     @property
     def steps_per_round(self) -> int:
         return INNER_STEPS if self.inner_steps == "auto" else self.inner_steps
+
+    def without_effect(self) -> frozenset[str]:
+        unused = {
+            "average": self.chosen != "blocktopk",
+            "feedback_decay": self.chosen == "fp32",
+            "nesterov": self.outer_momentum == 0,
+        }
+        return super().without_effect() | {key for key, is_unused in unused.items() if is_unused}
 
 
 class AllReduceOptions(ExchangeOptions):
