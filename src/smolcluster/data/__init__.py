@@ -14,7 +14,3 @@
 
 Importing this package imports no torch.
 """
-
-from smolcluster.data.names import DATASETS, default_tokenizer
-
-__all__ = ["DATASETS", "default_tokenizer"]

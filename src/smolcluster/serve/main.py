@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.addresses import dial_address, is_loopback, own_host, split_address
 from smolcluster.comm.elastic.transport.security import Keyring, check_bind, check_dial, load_keyring
-from smolcluster.comm.elastic.transport.sockets import own_host, split_address
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.compute.device import choose_device
 from smolcluster.compute.memory import parse_size
@@ -201,8 +200,9 @@ def _front(
             raise
         host, port = listen[0], front.address.rpartition(":")[2]
         arguments = _stage_arguments(options, source, host, token=keyring is not None)
-        local = f"127.0.0.1:{port}" if host in ("0.0.0.0", "::") else front.address
-        children = LocalStages(local, shape.workers, gave_up=front.note_problem, options=arguments)
+        children = LocalStages(
+            dial_address(host, int(port)), shape.workers, gave_up=front.note_problem, options=arguments
+        )
         stack.callback(children.close)
         stack.callback(front.close)  # first: it sends STOP
         stack.callback(children.stop_restarting)

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
 from smolcluster.config.schema import DataConfig
-from smolcluster.data import DATASETS, default_tokenizer, file_lock
+from smolcluster.data import file_lock
 from smolcluster.data.cache import cache_root, cached_tokens
 from smolcluster.data.dataset import ArrayDataset, MapDataset, TokenDataset, as_dataset
 from smolcluster.data.mnist import open_mnist
+from smolcluster.data.names import DATASETS, default_tokenizer
 from smolcluster.data.sources import find_sources
 from smolcluster.data.text import open_text
 from smolcluster.data.tokenizers import ByteTokenizer, CharTokenizer

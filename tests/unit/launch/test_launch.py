@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.unit.story import Script, Story
 
+from smolcluster.comm.addresses import dial_address
 from smolcluster.config import dump, load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir, find_resume
@@ -23,7 +24,7 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed
 from smolcluster.launch.join.worker import worker_spec
 from smolcluster.launch.local import elastic, supervisor
-from smolcluster.launch.local.elastic import dial_address, join_commands, run_elastic
+from smolcluster.launch.local.elastic import join_commands, run_elastic
 from smolcluster.launch.local.outcome import Interrupted, Outcome
 from smolcluster.launch.local.processes import Child, end_all, signals, spawn, wait_for
 from smolcluster.launch.prepare import Prepared, choose_plane, prepare

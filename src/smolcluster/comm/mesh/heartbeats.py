@@ -23,20 +23,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from smolcluster.comm.addresses import split_address
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.frames import META_BYTES, encode_meta, shared
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message, Peer
 from smolcluster.comm.elastic.transport.security import Keyring
-from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 
 REPORT_BYTES = 1 << 17  # of one member
 VIEW_BYTES = META_BYTES - (1 << 12)  # of all reports together
 NUMBER_BYTES = 32  # per member in a view: its number, and how it left
 TEXT_CHARS = 2000  # of one text in a report
-MOST_MEMBERS = 4096
-MOST_GONE = 256  # former members in the view
-MOST_PENDING = 64  # unauthenticated connections
+MAX_MEMBERS = 4096
+MAX_GONE = 256  # former members in the view
+MAX_PENDING = 64  # unauthenticated connections
 CONNECT_S = 10.0  # per attempt; then the name is resolved again
 
 CLOSED, SILENT = "closed", "silent"  # how a member left
@@ -85,8 +85,8 @@ class MembershipServer:
     def linked(self, link: Link) -> None:
         if link.peer.role != "member":
             link.close(f"this address serves a heartbeat roster and accepts no {link.peer.role}")
-        elif len(self._members) >= MOST_MEMBERS:
-            link.close(f"the heartbeat roster is full: {MOST_MEMBERS} members")
+        elif len(self._members) >= MAX_MEMBERS:
+            link.close(f"the heartbeat roster is full: {MAX_MEMBERS} members")
         else:
             self._members[link] = _Member()
 
@@ -111,7 +111,7 @@ class MembershipServer:
             return
         self._view.gone[member.number] = self._view.members.pop(member.number)
         self._view.how[member.number] = _how(link)
-        if len(self._view.gone) > MOST_GONE:
+        if len(self._view.gone) > MAX_GONE:
             self._forget_one()
         self._send_to_all()
 
@@ -245,7 +245,7 @@ class MembershipClient:
 def _transport(silent_s: float, keyring: Keyring | None, secret: bytes) -> TcpTransport:
     me = Peer(role="member", rank=0, host=socket.gethostname(), instance=secrets.token_hex(8))
     limits = LinkLimits(
-        unauthenticated=MOST_PENDING,
+        unauthenticated=MAX_PENDING,
         handshake_s=CONNECT_S,
         beat_s=min(1.0, silent_s / 6),
         silence_s=silent_s,

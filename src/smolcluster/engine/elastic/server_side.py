@@ -20,7 +20,7 @@ from smolcluster.strategies.base import Commit, Context, ServerContext
 from smolcluster.strategies.base.replicated import replica_state
 
 START_WAIT_S = 60.0  # for the remaining workers, after the first has joined
-LEAST_S, MOST_S = 1e-6, 1e6  # step times that are believed
+MIN_S, MAX_S = 1e-6, 1e6  # step times that are believed
 MAX_LOGGED_REFUSALS = 100  # per worker; of further refusals only the 128th, the 256th, ... are logged
 RETURN_S = 3.0  # a restarted server waits so long for its workers to reconnect
 
@@ -104,10 +104,10 @@ class ServerSide(ABC):
 
     def note_speed(self, member: Member, *, samples: int, compute_s: float, fixed_s: float | None) -> None:
         """Update the measured speed. `fixed_s`: time of a step beside computing; None: unknown."""
-        if samples > 0 and LEAST_S < compute_s < MOST_S:
+        if samples > 0 and MIN_S < compute_s < MAX_S:
             self._shares = None
             member.speed = smoothed(member.speed, samples / compute_s)
-            if fixed_s is not None and fixed_s < MOST_S:
+            if fixed_s is not None and fixed_s < MAX_S:
                 member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s))
 
     def refuse(self, member: Member, step: int, reason: str, *, again: bool = False, scale: object = None) -> None:

@@ -18,8 +18,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from smolcluster.engine.checkpoint.snapshot import MANIFEST
-from smolcluster.engine.checkpoint.store import CheckpointStore, read_manifest, verify
+from smolcluster.engine.checkpoint.snapshot import MANIFEST, read_manifest, verify
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import DamagedCheckpoint, UserError, suggest
 from smolcluster.models.gguf import MAGIC

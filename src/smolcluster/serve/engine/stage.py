@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smolcluster.comm.addresses import join_address, split_address
 from smolcluster.comm.elastic.collectives.operations import Destination
 from smolcluster.comm.elastic.collectives.state_transfer import IncomingState
 from smolcluster.comm.elastic.transport.api import Link, Transport
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
-from smolcluster.comm.elastic.transport.sockets import join_address, split_address
 from smolcluster.compute.device import synchronize
 from smolcluster.compute.memory import built_in_bytes, free_bytes
 from smolcluster.errors import SmolclusterError

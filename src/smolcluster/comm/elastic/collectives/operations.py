@@ -32,7 +32,7 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.collectives import schedule
 from smolcluster.comm.elastic.collectives.peer_links import PeerLinks, nothing
-from smolcluster.comm.elastic.collectives.schedule import MOST_PIECE_BYTES, Act, Plan, Verb
+from smolcluster.comm.elastic.collectives.schedule import MAX_PIECE_BYTES, Act, Plan, Verb
 from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message
 from smolcluster.comm.elastic.transport.payloads import DTYPES
@@ -193,7 +193,7 @@ class Exchange:
 
 def key_of(head: Head, source: int) -> Key | None:
     """Return the operation of a chunk; None if the chunk is invalid."""
-    if head.nbytes > MOST_PIECE_BYTES or head.nbytes == 0 or len(head.shape) != 1:
+    if head.nbytes > MAX_PIECE_BYTES or head.nbytes == 0 or len(head.shape) != 1:
         return None
     path, tag = head.meta.get("group", ""), head.meta.get("tag")
     if not isinstance(path, str) or (path and _PATH.fullmatch(path) is None) or type(tag) not in (int, type(None)):

@@ -27,7 +27,7 @@ from smolcluster.comm.group import PeerLost
 StateLayout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 PAGE_TENSORS = 1000  # fits the meta of a message, with names of hundreds of characters
-MOST_TENSORS = 1 << 17
+MAX_TENSORS = 1 << 17
 
 
 def state_messages(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> list[Message]:
@@ -84,7 +84,7 @@ class IncomingState:
         """Without an `expected` layout, any state of at most `limit_bytes` is accepted."""
         words, listed = said.get("meta"), said.get("tensors")
         count = said.get("count", len(listed) if isinstance(listed, list) else 0)
-        if not isinstance(words, dict) or type(count) is not int or not 0 <= count <= MOST_TENSORS:
+        if not isinstance(words, dict) or type(count) is not int or not 0 <= count <= MAX_TENSORS:
             raise ValueError("a state must begin with the list of its tensors")
         self.meta: dict[str, Any] = words
         self.tensors: dict[str, Tensor] = {}

@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 RANK_JOINS = (60, 0.5)  # burst, and per second
 ALL_JOINS = (4096, 20.0)
-MOST_REPORT = 64  # fields of a report
-MOST_TEXT = 200  # characters of a field
+MAX_REPORT = 64  # fields of a report
+MAX_TEXT = 200  # characters of a field
 LOOK_S = 0.1  # between two checks for silent members, where there are many
-MOST_NAMES = 1000  # refusals are counted by peer name up to this many names, then together
+MAX_NAMES = 1000  # refusals are counted by peer name up to this many names, then together
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,7 +88,7 @@ class JoinLimit:
         mine, all_together = self._left(rank, RANK_JOINS, now), self._left(None, ALL_JOINS, now)
         if mine < 1 or all_together < 1:
             return False
-        if len(self._buckets) > MOST_NAMES:  # full buckets need not be kept
+        if len(self._buckets) > MAX_NAMES:  # full buckets need not be kept
             full = [
                 key for key in self._buckets if key is not None and self._left(key, RANK_JOINS, now) >= RANK_JOINS[0]
             ]
@@ -306,7 +306,7 @@ class Roster:
     def refuse(self, link: Link, reason: str) -> None:
         """Send REFUSE and end the link of a peer that breaks the protocol."""
         name, reason = link.peer.name, printable(reason, limit=MAX_REASON)  # may quote the peer
-        counted = name if name in self.refused or len(self.refused) < MOST_NAMES else "others"
+        counted = name if name in self.refused or len(self.refused) < MAX_NAMES else "others"
         self.refused[counted] += 1
         count = self.refused[counted]
         if count <= 10 or count & (count - 1) == 0:  # do not flood the log
@@ -336,6 +336,6 @@ def _scalars(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Keep the numbers and short texts of a report."""
     return {
         key: value
-        for key, value in list(meta.items())[:MOST_REPORT]
-        if isinstance(value, int | float | None) or (isinstance(value, str) and len(value) <= MOST_TEXT)
+        for key, value in list(meta.items())[:MAX_REPORT]
+        if isinstance(value, int | float | None) or (isinstance(value, str) and len(value) <= MAX_TEXT)
     }
