@@ -158,12 +158,12 @@ def measured_split(
     in_flight = {"sequential": 1, "gpipe": count, "1f1b": min(count, axes.pp)}.get(
         options.schedule, min(count, 2 * axes.pp)
     )
-    said = {
+    own = {
         "seconds": [layer.seconds for layer in mine],
         "need": [STATES * layer.weight_bytes + in_flight * layer.kept_bytes for layer in mine],
         "memory": _memory(context, model),
     }
-    everyone = gather_json(context.group, said)
+    everyone = gather_json(context.group, own)
     lines = [[everyone[rank] for rank in line] for line in zip(*axes.lines("pp"), strict=True)]  # by place along pp
     seconds = [[max(times) for times in zip(*(one["seconds"] for one in line), strict=True)] for line in lines]
     memory = [min(one["memory"] for one in line) for line in lines]

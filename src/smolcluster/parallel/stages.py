@@ -44,8 +44,8 @@ class Cut:
         """`counts`: the measured number of layers of each stage."""
         ranks = holders(num_ranks, options)
         if counts is None:
-            said = options.layer_distribution
-            counts = said if isinstance(said, list) else _evenly(num_layers, len(ranks))
+            given = options.layer_distribution
+            counts = given if isinstance(given, list) else _evenly(num_layers, len(ranks))
         if len(counts) != len(ranks):
             raise UserError(
                 f"strategy.layer_distribution has {len(counts)} entries and schedule {options.schedule} on {num_ranks} ranks "
@@ -99,20 +99,20 @@ def num_microbatches(options: PipelineOptions, batch_sizes: Collection[int], num
         return ranks == 0 or count % max(1, count // ranks) == 0
 
     possible = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and in_rounds(m)]
-    said = options.num_microbatches
-    if said is not None and batch_size % said:
-        raise UserError(f"strategy.num_microbatches = {said} does not divide {batch}; try {divisors(batch_size)}")
-    if said is not None and not in_rounds(said):
+    given = options.num_microbatches
+    if given is not None and batch_size % given:
+        raise UserError(f"strategy.num_microbatches = {given} does not divide {batch}; try {divisors(batch_size)}")
+    if given is not None and not in_rounds(given):
         raise UserError(
-            f"strategy.num_microbatches = {said} cannot be dealt out in equal rounds of {ranks} or more, "
+            f"strategy.num_microbatches = {given} cannot be dealt out in equal rounds of {ranks} or more, "
             f"as {options.schedule} needs them; try {', '.join(map(str, possible))}"
         )
-    count = max(m for m in possible if m <= 2 * num_stages) if said is None else said
+    count = max(m for m in possible if m <= 2 * num_stages) if given is None else given
     if options.schedule == "1f1b" and count < num_stages:
         raise UserError(
             f"schedule 1f1b on {num_stages} ranks needs as many micro-batches, and {batch} "
             f"{'is' if one else 'are'} cut into {count}; "
-            f"raise {'training.batch_size' if said is None else 'strategy.num_microbatches'}, or use strategy.schedule=gpipe"
+            f"raise {'training.batch_size' if given is None else 'strategy.num_microbatches'}, or use strategy.schedule=gpipe"
         )
     return count
 

@@ -199,10 +199,10 @@ def _adopt_data(
         data.tokenizer = mine
     both_paths = wanted not in (None, *_NAMED) and mine not in (None, *_NAMED)
     if data.tokenizer != wanted and not both_paths:
-        said = "this worker was not given one" if mine is None else f"this worker was given {mine!r}"
+        here = "this worker was not given one" if mine is None else f"this worker was given {mine!r}"
         value = wanted if wanted in _NAMED else "PATH"
         raise UserError(
-            f"the server at {server} uses data.tokenizer {wanted!r:.200} and {said}; a server may not choose files for this "
+            f"the server at {server} uses data.tokenizer {wanted!r:.200} and {here}; a server may not choose files for this "
             f"machine to read or download: start this worker with --override data.tokenizer={value}"
         )
 

@@ -46,13 +46,13 @@ class AsynchronousServer(ParameterServer):
                 self._update(list(self._waiting.values()))
                 self._waiting, self._samples = {}, 0
 
-    def _answer(self, said: MemberMessage) -> None:
+    def _answer(self, event: MemberMessage) -> None:
         """Take or refuse a push; either way send its worker the next lease."""
-        member, step, refused = said.member, said.message.step, self.stale_rejected
+        member, step, refused = event.member, event.message.step, self.stale_rejected
         if (member, step) in self._waiting:
             self._roster.evict(member, f"it pushed its step {step} twice")
             return
-        push = self._arrived(said)
+        push = self._arrived(event)
         answer: dict[str, object] = {}
         if push is not None:
             version = push.meta.get("version")

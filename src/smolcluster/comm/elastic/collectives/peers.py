@@ -250,20 +250,20 @@ class Peers:
         key = self._keys.get(link.peer.instance)
         if key is not None and self._shown.get(link) != key:
             self._shown[link] = key
-            said = proof(key, binding=link.binding, instance=self._transport.me.instance)
+            own = proof(key, binding=link.binding, instance=self._transport.me.instance)
             epoch = 0 if self._exchange is None else self._exchange.view.epoch
-            link.send(Message(kind=Kind.MEMBER, epoch=epoch, meta={"proof": said}))
+            link.send(Message(kind=Kind.MEMBER, epoch=epoch, meta={"proof": own}))
 
     def _check(self, link: Link) -> None:
         """Use a link if its peer's proof is valid. A peer in another view may have another key; it sends a new proof there."""
-        said, instance = self._unproven[link], link.peer.instance
+        message, instance = self._unproven[link], link.peer.instance
         key, exchange = self._keys.get(instance), self._exchange
-        if said is None or key is None or exchange is None:
+        if message is None or key is None or exchange is None:
             return
-        if is_proven(said.meta.get("proof"), key, binding=link.binding, instance=instance):
+        if is_proven(message.meta.get("proof"), key, binding=link.binding, instance=instance):
             del self._unproven[link]
             self._links.add(link)
-        elif said.epoch == exchange.view.epoch:
+        elif message.epoch == exchange.view.epoch:
             link.close(f"invalid proof of membership for {link.peer.name}")
 
     # Chunks

@@ -157,8 +157,8 @@ class Roster:
             case Unlinked(link, reason):
                 self._unlinked(link, reason)
             case Received(link, message) if link in self._links:
-                if (said := self._received(link, message)) is not None:
-                    return said
+                if (known := self._received(link, message)) is not None:
+                    return known
             case _:
                 pass
         # Report losses first: a member that rejoins must not be welcomed before its loss was handled.
