@@ -66,8 +66,8 @@ class Loop:
 
     def run(self) -> None:
         """Train to the last step, or to the step at which all ranks agree to stop."""
-        total, first, meter = self.context.total_steps, True, self.record.meter
-        meter.start()
+        total, first, clock = self.context.total_steps, True, self.record.clock
+        clock.start()
         while (work := self._reader.next(self.step)) is not None:
             step = work[0]
             report = self._step(*work)
@@ -75,7 +75,7 @@ class Loop:
             last, over = step == total, step == total or report.stop
             evaluated = self._val_data is not None and (last or (due(step, self._config.eval_steps) and not over))
             logged = evaluated or over or first or step % self._log_interval == 0
-            meter.stop(before_row=logged)
+            clock.stop(before_row=logged)
             if first:
                 self._reserve()
 
@@ -93,8 +93,8 @@ class Loop:
                 self.interrupted = True
                 return
             first = False
-            meter.start()
-        if meter.unlogged:
+            clock.start()
+        if clock.unlogged:
             self._log(self.step, with_evaluation=False)
 
     def _step(self, step: int, indices: Indices) -> StepReport:
@@ -110,7 +110,7 @@ class Loop:
         report = self.strategy.step(batch)
         if self._profiler is not None:
             self._profiler.after(step, report.comm, last=report.stop or step == self.context.total_steps)
-        self.record.meter.add(report, step_s=time.perf_counter() - started)
+        self.record.clock.add(report, step_s=time.perf_counter() - started)
         self.step = step
         self.record.samples += report.samples
         self.record.tokens += report.tokens
@@ -230,7 +230,7 @@ class Loop:
             self._reader.load_state_dict(state["sampler"])
         now, before = sum(self.context.samples_per_step), self._reader.position / max(1, snapshot.step)
         if self.context.seat.rank == 0 and snapshot.step and self._reader.position and now != before:
-            self.context.warn(f"a step reads {now} samples, and before the checkpoint it read {before:g}")
+            self.context.warn(f"the global batch is {now} samples; it was {before:g} before the checkpoint")
         samples = self._share(self._reader.position) if self.context.reports_samples else 0
         self.step = snapshot.step
         self.record.samples, self.record.tokens = samples, samples * self.task.tokens_per_sample

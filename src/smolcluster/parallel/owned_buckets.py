@@ -161,7 +161,7 @@ class OwnedBuckets(Combination):
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Every owner hands out what it has updated."""
+        """All-gather the updated parameters from their owners."""
         self._restore_rounded()
         me = self._group.rank
         parts = [_in_order(local(p.detach())).view(torch.uint8) for p in self._replica.parameters]

@@ -33,7 +33,7 @@ from smolcluster.errors import UserError
 from smolcluster.observe.text import size
 from smolcluster.parallel.axes import Axes, machines
 from smolcluster.parallel.placement import Rank
-from smolcluster.parallel.stages import Answering, Layers, as_tuple, holders, inputs_of, num_microbatches
+from smolcluster.parallel.stages import Layers, OutputStub, as_tuple, holders, inputs_of, num_microbatches
 from smolcluster.tasks.base import Task
 
 REPEATS = 3
@@ -135,7 +135,7 @@ def _measure_one(
         began = time.perf_counter()
         with autocast(task.config.training.precision, device), watch if repeat == 0 else nullcontext():
             outputs = as_tuple(stage(*inputs))
-            results = outputs if part is None else (task.loss(Answering(outputs[0]), part),)
+            results = outputs if part is None else (task.loss(OutputStub(outputs[0]), part),)
         results = tuple(t for t in results if t.requires_grad)
         sources = [*parameters, *(t for t in inputs if t.requires_grad)]
         if results and sources:

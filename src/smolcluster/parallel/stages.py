@@ -1,6 +1,6 @@
 """Cutting a model into pipeline stages: which rank has which layers, and how layers are taken out of a model.
 
-    nn.Sequential                       its children are the layers                       Children
+    nn.Sequential                       its children are the layers                       SequentialLayers
     Pipelined (models/protocols.py)     the model defines its layers                      Told
     any other                           its forward is traced                             tracing.py
 
@@ -130,7 +130,7 @@ class Layers(ABC):
         """Return some of the layers, under their own names."""
 
 
-class Children(Layers):
+class SequentialLayers(Layers):
     def __init__(self, model: nn.Sequential) -> None:
         self.count = len(model)
 
@@ -153,13 +153,13 @@ class DeclaredLayers(Layers):
 def layers_of(model: nn.Module) -> Layers | None:
     """Return the layers of a model; None where it must be traced."""
     if isinstance(model, nn.Sequential):
-        return Children(model)
+        return SequentialLayers(model)
     if isinstance(model, Pipelined):
         return DeclaredLayers(model)
     return None
 
 
-class Several(nn.Module):
+class StageModules(nn.Module):
     """The stages of one rank as one model. Weights that another stage also has are marked as copies."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
@@ -187,7 +187,7 @@ def marked(parts: Any) -> Iterator[tuple[str, Any]]:
 # Placeholders of the model
 
 
-class _Asked(Exception):
+class _InputsCaptured(Exception):
     """Raised to return the inputs that the loss gives the model."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
@@ -195,14 +195,14 @@ class _Asked(Exception):
         self.inputs = inputs
 
 
-class _Asking(nn.Module):
+class _InputCapture(nn.Module):
     """Placeholder of the model on the first rank: captures its inputs."""
 
     def forward(self, *inputs: Any) -> Tensor:
-        raise _Asked(inputs)
+        raise _InputsCaptured(inputs)
 
 
-class Answering(nn.Module):
+class OutputStub(nn.Module):
     """Placeholder of the model on the last rank: returns the pipeline's output."""
 
     def __init__(self, output: Tensor) -> None:
@@ -216,8 +216,8 @@ class Answering(nn.Module):
 def inputs_of(task: Task, part: Any) -> tuple[Tensor, ...]:
     """Return the inputs of the model for this batch."""
     try:
-        task.loss(_Asking(), part)
-    except _Asked as asked:
+        task.loss(_InputCapture(), part)
+    except _InputsCaptured as asked:
         if all(isinstance(value, Tensor) for value in asked.inputs):
             return asked.inputs
     except (AttributeError, TypeError) as error:

@@ -229,7 +229,7 @@ def test_the_first_interrupt_is_for_the_server(story: Elastic) -> None:
     story.interrupt_at("serving")
     with pytest.raises(Interrupted, match=r"^interrupted; nothing was saved$"):
         story.run({"server": [serves], "worker-0": [works], "worker-1": [works]})
-    assert story.notices() == ["stopping after this step and saving; once more to stop at once"]
+    assert story.notices() == ["stopping after this step and saving; press Ctrl-C again to exit at once"]
     assert story.summary()["status"] == "interrupted"
     assert story.all_gone()
 

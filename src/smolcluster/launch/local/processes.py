@@ -179,7 +179,7 @@ def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[l
             return
         came.append(number)
         if len(came) == 1:
-            message = "stopping after this step and saving; once more to stop at once"
+            message = "stopping after this step and saving; press Ctrl-C again to exit at once"
             notice = (None, Notice(level="WARNING", message=message))
             later = threading.Timer(2 * SIGNALS_TOGETHER_S, inbox.put, [notice])  # after that a second signal counts
             later.daemon = True

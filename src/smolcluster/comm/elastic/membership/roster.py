@@ -236,7 +236,7 @@ class Roster:
         self.members[member.rank] = member
         self._mailbox.num_senders = len(self.members)
         self.joined += not member.returning
-        self._on_change("joined", member, "answers again" if member.returning else "")
+        self._on_change("joined", member, "reconnected" if member.returning else "")
         log.info("%s %s", member.name, "is back" if member.returning else "joined")
 
     def renew(self, member: Member) -> None:
