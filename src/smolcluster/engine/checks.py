@@ -117,8 +117,6 @@ def check_same_task(first: dict[str, Any], mine: dict[str, Any], *, rank: int) -
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Total and free memory of a device."""
-
     total: int
     free: int
 

@@ -45,7 +45,7 @@ class Cut:
         ranks = holders(num_ranks, options)
         if counts is None:
             given = options.layer_distribution
-            counts = given if isinstance(given, list) else _evenly(num_layers, len(ranks))
+            counts = given if isinstance(given, list) else evenly(num_layers, len(ranks))
         if len(counts) != len(ranks):
             raise UserError(
                 f"strategy.layer_distribution has {len(counts)} entries and schedule {options.schedule} on {num_ranks} ranks "
@@ -76,7 +76,7 @@ def holders(num_ranks: int, options: PipelineOptions) -> tuple[int, ...]:
     return tuple(range(num_ranks)) * per_rank
 
 
-def _evenly(num_layers: int, count: int) -> list[int]:
+def evenly(num_layers: int, count: int) -> list[int]:
     """Distribute layers evenly; the last stages get fewer, since the last also has the head."""
     return [num_layers // count + (stage < num_layers % count) for stage in range(count)]
 

@@ -246,7 +246,6 @@ def service_limits(options: ServeOptions) -> ServiceLimits:
 
 
 def load_in_process(model: str, device: str | None) -> InProcessClient:
-    """Load a model in this process."""
     source, chosen = find_source(model), choose_device(device, asked_by="--device")
     text = source.text()
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
@@ -256,7 +255,6 @@ def load_in_process(model: str, device: str | None) -> InProcessClient:
 
 
 def client_model_name(model: str) -> str:
-    """Return the model name for clients."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-.") or "model"
 
 

@@ -68,7 +68,6 @@ class BlockTopK(Codec):
         return self._head_bytes(total) + -(-total * r // 8) + -(-(total + blocks.count * (blocks.size >> r)) // 8)
 
     def _kept(self, blocks: Blocks) -> int:
-        """Return how many numbers of each block are kept."""
         return min(blocks.size, math.ceil(self.k * blocks.size / BLOCK))
 
     def _head_bytes(self, total: int) -> int:

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from smolcluster.comm.addresses import split_address
-from smolcluster.comm.elastic.transport.api import Link
+from smolcluster.comm.elastic.transport.api import Handler, Link
 from smolcluster.comm.elastic.transport.frames import META_BYTES, encode_meta, shared
-from smolcluster.comm.elastic.transport.messages import Head, Kind, Message, Peer
+from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
 from smolcluster.comm.elastic.transport.security import Keyring
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 
@@ -52,7 +52,7 @@ class Membership:
     how: dict[int, str] = field(default_factory=dict)  # CLOSED or SILENT, for each of `gone`
 
 
-class MembershipServer:
+class MembershipServer(Handler):
     """Serves the roster. Listens once constructed; raises UserError if it cannot.
 
     Members authenticate with a token of the `keyring`, or else with the `secret`.
@@ -115,12 +115,6 @@ class MembershipServer:
             self._forget_one()
         self._send_to_all()
 
-    def place(self, link: Link, head: Head) -> None:
-        return None
-
-    def refused(self, address: str, reason: str) -> None:
-        pass
-
     def _make_room(self, number: int, nbytes: int) -> bool:
         """Forget former members until the report fits. Returns whether it does."""
         while sum(self._sizes.values()) - self._sizes.get(number, 0) + nbytes > VIEW_BYTES:
@@ -161,7 +155,7 @@ class _Member:
     is_sending: bool = False
 
 
-class MembershipClient:
+class MembershipClient(Handler):
     """One member. Dials until the server answers; does not reconnect after a loss.
 
     `on_change` is called after every change of the view, on the transport's thread, and must not block.
@@ -227,9 +221,6 @@ class MembershipClient:
     def refused(self, address: str, reason: str) -> None:
         self.refusal = reason
         self._changed()
-
-    def place(self, link: Link, head: Head) -> None:
-        return None
 
     def _report(self) -> None:
         if self._link is not None:

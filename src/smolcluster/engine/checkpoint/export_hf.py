@@ -122,7 +122,6 @@ def write_folder(
 
 
 def _find(run: Path, checkpoint: str | None) -> tuple[RunDir, str]:
-    """Return the run and the name of the checkpoint."""
     if not run.is_dir():
         raise UserError(f"there is no run at {run}; name a run directory, or a checkpoint folder inside one")
     run = run.resolve()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,15 +13,15 @@ from smolcluster.comm.elastic.membership.received_state import server_messages
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON, printable
 from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import GradientGate
 from smolcluster.compute.replica import Replica
 from smolcluster.strategies.base import Commit, Context, ServerContext
 from smolcluster.strategies.base.replicated import replica_state
 
 START_WAIT_S = 60.0  # for the remaining workers, after the first has joined
-MIN_S, MAX_S = 1e-6, 1e6  # step times that are believed
+LEAST_S, MOST_S = 1e-6, 1e6  # step times that are believed
 MAX_LOGGED_REFUSALS = 100  # per worker; of further refusals only the 128th, the 256th, ... are logged
-SMOOTHING = 0.3  # weight of the newest measurement of a speed
 RETURN_S = 3.0  # a restarted server waits so long for its workers to reconnect
 
 
@@ -104,10 +104,10 @@ class ServerSide(ABC):
 
     def note_speed(self, member: Member, *, samples: int, compute_s: float, fixed_s: float | None) -> None:
         """Update the measured speed. `fixed_s`: time of a step beside computing; None: unknown."""
-        if samples > 0 and MIN_S < compute_s < MAX_S:
+        if samples > 0 and LEAST_S < compute_s < MOST_S:
             self._shares = None
             member.speed = smoothed(member.speed, samples / compute_s)
-            if fixed_s is not None and fixed_s < MAX_S:
+            if fixed_s is not None and fixed_s < MOST_S:
                 member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s))
 
     def refuse(self, member: Member, step: int, reason: str, *, again: bool = False, scale: object = None) -> None:
@@ -140,30 +140,3 @@ def send_state(member: Member, tensors: dict[str, Tensor], *, step: int, epoch: 
     member.link.send(Message(kind=Kind.WELCOME, step=step, epoch=epoch, meta=meta))
     for message in server_messages(tensors, step=step, epoch=epoch):
         member.link.send(message)
-
-
-def share_out(total: int, speeds: Sequence[float], fixed_s: Sequence[float] = (), *, unit: int = 1) -> list[int]:
-    """Divide `total` samples so that all finish at the same time: in whole units, at least one each.
-
-    A machine needs `fixed_s` for a step, however few samples it has, and computes `speed` samples per second. Largest
-    remainders get what rounding down leaves. `total` is a multiple of `unit` and enough for one unit each.
-    """
-    units = total // unit
-    assert total == units * unit
-    assert units >= len(speeds) > 0
-    fixed_s = fixed_s or [0.0] * len(speeds)
-    finish_s = (total + sum(s * f for s, f in zip(speeds, fixed_s, strict=True))) / sum(speeds)  # until all are done
-    free = units - len(speeds)  # beyond one each
-    room = [max(0.0, s * (finish_s - f) / unit - 1) for s, f in zip(speeds, fixed_s, strict=True)]
-    scale = free / sum(room) if sum(room) else 0.0
-    exact = [r * scale for r in room]
-    shares = [int(e) for e in exact]
-    rest = sorted(range(len(speeds)), key=lambda i: (shares[i] - exact[i], i))
-    for i in rest[: free - sum(shares)]:
-        shares[i] += 1
-    return [(share + 1) * unit for share in shares]
-
-
-def smoothed(before: float, now: float) -> float:
-    """Update a running mean; 0 means no measurement yet."""
-    return now if before == 0 else (1 - SMOOTHING) * before + SMOOTHING * now

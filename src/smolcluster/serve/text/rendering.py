@@ -10,7 +10,6 @@ process's environment, and are reused: a conversation is one line of JSON there 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import functools
 import json
@@ -105,12 +104,11 @@ class _Process:
         return self._process.poll() is None
 
     def end(self) -> None:
+        from smolcluster.launch.local.processes import close_pipes
+
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        close_pipes(self._process)
 
 
 class _Pool:

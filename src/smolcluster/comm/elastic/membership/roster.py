@@ -63,8 +63,6 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class MemberMessage:
-    """A message from a member."""
-
     member: Member
     message: Message
 
