@@ -85,8 +85,7 @@ def check_same_config(
                 compare(value, mine[key], f"{name}.")
             elif value != mine.get(key):
                 raise UserError(
-                    f"{name} is {mine.get(key)!r:.200} on rank {rank} and {value!r:.200} on {first_is}; "
-                    "start all ranks with the same configuration"
+                    f"{name} is {mine.get(key)!r:.200} on rank {rank} and {value!r:.200} on {first_is}; start all ranks alike"
                 )
 
     compare(first, mine, "")
@@ -105,8 +104,7 @@ def check_same_task(first: dict[str, Any], mine: dict[str, Any], *, rank: int) -
     """Raise UserError where two results of `identify_task` differ."""
     if any(first[key] != mine[key] for key in ("name", "file")):
         raise UserError(
-            f"task is {mine['task']!r} on rank {rank} and {first['task']!r} on rank 0; "
-            "start all ranks with the same task"
+            f"task is {mine['task']!r} on rank {rank} and {first['task']!r} on rank 0; start all ranks alike"
         )
     if first["sha256"] != mine["sha256"]:
         raise UserError(
@@ -116,19 +114,13 @@ def check_same_task(first: dict[str, Any], mine: dict[str, Any], *, rank: int) -
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
+class Room:
     total: int
     free: int
 
 
 def check_memory(
-    costs: Sequence[Cost],
-    *,
-    rank: int,
-    machine: DeviceMemory,
-    gpu: DeviceMemory | None,
-    sharers: int = 1,
-    warn: Callable[[str], None],
+    costs: Sequence[Cost], *, rank: int, machine: Room, gpu: Room | None, sharers: int = 1, warn: Callable[[str], None]
 ) -> None:
     """Check that weights, gradients and optimizer state fit; activations are not counted.
 

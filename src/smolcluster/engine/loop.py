@@ -66,8 +66,8 @@ class Loop:
 
     def run(self) -> None:
         """Train to the last step, or to the step at which all ranks agree to stop."""
-        total, first, clock = self.context.total_steps, True, self.record.clock
-        clock.start()
+        total, first, meter = self.context.total_steps, True, self.record.meter
+        meter.start()
         while (work := self._reader.next(self.step)) is not None:
             step = work[0]
             report = self._step(*work)
@@ -75,7 +75,7 @@ class Loop:
             last, over = step == total, step == total or report.stop
             evaluated = self._val_data is not None and (last or (due(step, self._config.eval_steps) and not over))
             logged = evaluated or over or first or step % self._log_interval == 0
-            clock.stop(before_row=logged)
+            meter.stop(before_row=logged)
             if first:
                 self._reserve()
 
@@ -93,8 +93,8 @@ class Loop:
                 self.interrupted = True
                 return
             first = False
-            clock.start()
-        if clock.unlogged:
+            meter.start()
+        if meter.unlogged:
             self._log(self.step, with_evaluation=False)
 
     def _step(self, step: int, indices: Indices) -> StepReport:
@@ -110,7 +110,7 @@ class Loop:
         report = self.strategy.step(batch)
         if self._profiler is not None:
             self._profiler.after(step, report.comm, last=report.stop or step == self.context.total_steps)
-        self.record.clock.add(report, step_s=time.perf_counter() - started)
+        self.record.meter.add(report, step_s=time.perf_counter() - started)
         self.step = step
         self.record.samples += report.samples
         self.record.tokens += report.tokens

@@ -43,7 +43,7 @@ class RunRecord:
         """`saver` None: another process saves, or none. `traffic`: bytes sent and received by this process."""
         self.saver, self._context, self._host = saver, context, host
         self._traffic = traffic
-        self.clock = StepClock(context.device)
+        self.meter = StepClock(context.device)
         self.best = Best(context.config.training.best)
         self.last_evaluation: dict[str, float] = {}
         self.samples = self.tokens = 0  # counted by this process, including those before a checkpoint
@@ -58,7 +58,7 @@ class RunRecord:
 
     def row(self, step: int, **fields: Any) -> StepLogged:
         """Return a metric row of the steps since the last one."""
-        seat, traffic, numbers = self._context.seat, self._traffic(), self.clock.row()
+        seat, traffic, numbers = self._context.seat, self._traffic(), self.meter.row()
         counted = {"samples": self.samples, "tokens": self.tokens, "stale_rejected": self._context.stale_rejected}
         return StepLogged(
             step=step,
@@ -68,7 +68,7 @@ class RunRecord:
             time=time.time(),
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
-            staleness_max=self.clock.staleness_max,
+            staleness_max=self.meter.staleness_max,
             machine=self._facts.due(),
             **(numbers | counted | fields),
         )
@@ -114,22 +114,22 @@ class RunRecord:
 
     def report(self, step: int, *, batch_samples: int, skipped: int = 0) -> dict[str, Any]:
         """Return the final counts of this process. `batch_samples`: the weight of its loss among ranks."""
-        clock, traffic = self.clock, self._traffic()
+        meter, traffic = self.meter, self._traffic()
         return {
             "role": self._context.seat.role,
             "step": step,
             "samples": self.samples,
             "tokens": self.tokens,
-            "own_steps": clock.steps,
-            "own_samples": clock.samples,
-            "own_tokens": clock.tokens,
-            "busy_s": clock.busy_s,
-            "loss": clock.last_loss,
+            "own_steps": meter.steps,
+            "own_samples": meter.samples,
+            "own_tokens": meter.tokens,
+            "busy_s": meter.busy_s,
+            "loss": meter.last_loss,
             "batch_samples": batch_samples,
             "bytes_sent": traffic.bytes_sent,
             "bytes_received": traffic.bytes_received,
-            "staleness_sum": clock.staleness_sum,
-            "staleness_max": clock.staleness_max,
+            "staleness_sum": meter.staleness_sum,
+            "staleness_max": meter.staleness_max,
             "stale_rejected": self._context.stale_rejected,
             "skipped": skipped,
             "peak_memory_bytes": peak_memory_bytes(self._context.device),

@@ -26,7 +26,7 @@ from smolcluster.engine.channel import ControlChannel
 from smolcluster.engine.checkpoint.async_saver import Saver, Store
 from smolcluster.engine.checkpoint.snapshot import Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
-from smolcluster.engine.checks import DeviceMemory, check_disk_space, check_memory
+from smolcluster.engine.checks import Room, check_disk_space, check_memory
 from smolcluster.engine.profiler import Profiler, steps_of
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 INTERRUPTED = 130
 
 
-def device_memory(device: torch.device) -> DeviceMemory:
-    return DeviceMemory(total=memory_bytes(device), free=free_bytes(device))
+def room_of(device: torch.device) -> Room:
+    return Room(total=memory_bytes(device), free=free_bytes(device))
 
 
 class Role(ABC):
@@ -134,8 +134,8 @@ class Role(ABC):
         check_memory(
             placement.costs[first : first + count],
             rank=self.spec.rank - first,
-            machine=device_memory(torch.device("cpu")),
-            gpu=device_memory(self.device) if self.device.type == "cuda" else None,
+            machine=room_of(torch.device("cpu")),
+            gpu=room_of(self.device) if self.device.type == "cuda" else None,
             sharers=-(-count // torch.cuda.device_count()) if self.device.type == "cuda" else 1,
             warn=self._warn,
         )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smolcluster.engine.elastic.deadline import ENOUGH, FIRST_S, FRESH_S, LOOK_S, MIN_S, ComputeWatch, step_deadline
+from smolcluster.engine.elastic.deadline import ENOUGH, FIRST_S, FRESH_S, LOOK_S, LEAST_S, ComputeWatch, step_deadline
 
 
 class Clock:
@@ -34,8 +34,8 @@ class Clock:
 
 
 def test_a_member_that_computes_while_another_waits_has_hung() -> None:
-    assert Clock().hung_after(waiting="a") == {"b": pytest.approx(MIN_S, abs=1.0)}
-    assert Clock().hung_after(delivered="a") == {"b": pytest.approx(MIN_S, abs=1.0)}
+    assert Clock().hung_after(waiting="a") == {"b": pytest.approx(LEAST_S, abs=1.0)}
+    assert Clock().hung_after(delivered="a") == {"b": pytest.approx(LEAST_S, abs=1.0)}
 
 
 def test_nobody_has_hung_while_all_compute_or_all_wait() -> None:
@@ -57,23 +57,23 @@ def test_the_deadline_can_be_set() -> None:
 
 def test_time_in_which_the_coordinator_stood_still_does_not_count() -> None:
     clock = Clock()
-    assert clock.hung_after(waiting="a", most_s=MIN_S / 2) == {}
-    clock.now += 10 * MIN_S  # it evaluates, and reads nothing
-    assert clock.hung_after(waiting="a", most_s=MIN_S / 2 - 2) == {}
+    assert clock.hung_after(waiting="a", most_s=LEAST_S / 2) == {}
+    clock.now += 10 * LEAST_S  # it evaluates, and reads nothing
+    assert clock.hung_after(waiting="a", most_s=LEAST_S / 2 - 2) == {}
     assert clock.hung_after(waiting="a", most_s=5.0).keys() == {"b"}
 
 
 def test_a_commit_or_a_new_view_begins_anew() -> None:
     clock = Clock()
     for begin in (lambda: clock.watch.commit("ab", now=clock.now), lambda: clock.watch.begin("ab", now=clock.now)):
-        assert clock.hung_after(waiting="a", most_s=MIN_S - 1) == {}
+        assert clock.hung_after(waiting="a", most_s=LEAST_S - 1) == {}
         begin()
-    assert clock.hung_after(waiting="a", most_s=MIN_S - 1) == {}
+    assert clock.hung_after(waiting="a", most_s=LEAST_S - 1) == {}
 
 
 def test_a_deadline_follows_the_step_times() -> None:
     assert step_deadline([]) == FIRST_S
-    assert step_deadline([0.02] * 20) == MIN_S
+    assert step_deadline([0.02] * 20) == LEAST_S
     assert step_deadline([60.0] * 20) == 240.0
     assert step_deadline([20.0] * 15 + [40.0] * 5) == 220.0, "where steps differ there is more time"
     assert step_deadline([20.0] * 19 + [900.0]) == 80.0, "a single long step is no measure"
@@ -82,7 +82,7 @@ def test_a_deadline_follows_the_step_times() -> None:
 @given(st.lists(st.floats(0.001, 1e4), min_size=ENOUGH, max_size=64))
 def test_a_deadline_is_generous(times: list[float]) -> None:
     deadline = step_deadline(times)
-    assert deadline >= MIN_S
+    assert deadline >= LEAST_S
     late = sum(time > deadline for time in times)
     assert late <= len(times) / 10, "more than a tenth of these steps would have been too late"
     assert all(a <= b for a, b in itertools.pairwise(map(step_deadline, (times, [2 * time for time in times]))))

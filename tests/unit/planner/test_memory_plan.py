@@ -23,7 +23,7 @@ from smolcluster.compute.ledger import Held, Ledger, Peak
 from smolcluster.compute.memory import free_bytes, machine_bytes, parse_size
 from smolcluster.config import load_config, resolve
 from smolcluster.engine import role
-from smolcluster.engine.checks import DeviceMemory, check_memory
+from smolcluster.engine.checks import Room, check_memory
 from smolcluster.engine.elastic.wal.journal import disk_bound
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.worker import Worker
@@ -272,8 +272,8 @@ def cost(states: int, *, offloaded: bool = False) -> Cost:
     )
 
 
-def room(gigabytes: float, free: float | None = None) -> DeviceMemory:
-    return DeviceMemory(total=int(gigabytes * 1e9), free=int((gigabytes if free is None else free) * 1e9))
+def room(gigabytes: float, free: float | None = None) -> Room:
+    return Room(total=int(gigabytes * 1e9), free=int((gigabytes if free is None else free) * 1e9))
 
 
 def checked(costs: list[Cost], **rooms: Any) -> list[str]:
@@ -324,7 +324,7 @@ def test_memory_that_others_use_now_is_warned_of() -> None:
 
 
 def test_a_worker_refuses_before_it_meets_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(role, "device_memory", lambda _: DeviceMemory(total=10**6, free=10**6))
+    monkeypatch.setattr(role, "room_of", lambda _: Room(total=10**6, free=10**6))
     config = resolve(load_config([], sets={**GPT, "strategy.name": "pipeline", "cluster.num_workers": 2}))
     spec = WorkerSpec(
         config=config.model_dump(mode="json"),

@@ -15,7 +15,7 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-MIN_S = 30.0  # the shortest deadline
+LEAST_S = 30.0  # the shortest deadline
 FIRST_S = 300.0  # for a member that has not contributed yet, and while too few steps are measured
 ENOUGH = 8  # steps
 KEPT = 64  # steps
@@ -31,7 +31,7 @@ def step_deadline(times: Sequence[float]) -> float:
         return FIRST_S
     ordered = sorted(times)
     usual, slow = statistics.median(ordered), ordered[math.ceil(0.9 * len(ordered)) - 1]
-    return max(MIN_S, 4 * usual, usual + 10 * (slow - usual))
+    return max(LEAST_S, 4 * usual, usual + 10 * (slow - usual))
 
 
 class ComputeWatch:

@@ -357,7 +357,7 @@ class Server(Role):
         log.info("listening on %s, %d workers expected", bound, len(self.batch_sizes))
         if self.channel.announce is not None:
             self.channel.announce(int(bound.rpartition(":")[2]))
-        self.record.clock.start()
+        self.record.meter.start()
 
     # Workers
 
@@ -445,7 +445,7 @@ class Server(Role):
         self.outputs.committed(self.step, report)
         if self.journal.should_snapshot:
             self._snapshot_journal()
-        self.record.clock.start()
+        self.record.meter.start()
 
     # The end
 
@@ -453,7 +453,7 @@ class Server(Role):
         interrupted = self.step < self.total_steps
         if not interrupted:
             check_finite(not_finite(self.strategy.state().weights), step=self.step)
-        if self.record.clock.unlogged:
+        if self.record.meter.unlogged:
             self.observer.emit(self.outputs.row(self.step))
         if interrupted:
             self.outputs.save_interrupted(self.step)

@@ -51,8 +51,8 @@ class StepOutputs:
         wanted = self.wants(step)
         first = self._round_before(step) == 0
         logged = wanted or first or self._is_due(step, self._context.config.logging.log_interval)
-        self._record.clock.add(report, step_s=0.0)
-        self._record.clock.stop(before_row=logged)
+        self._record.meter.add(report, step_s=0.0)
+        self._record.meter.stop(before_row=logged)
         if wanted:
             self._pending[step] = self.row(step)
             if not self._coordinates:
@@ -64,7 +64,7 @@ class StepOutputs:
         """Evaluate and save the last step, which the server before this one committed."""
         rate = self._strategy.replica.rate_of(step - 1)
         report = StepReport(loss=torch.tensor(math.nan), grad_norm=None, learning_rate=rate, samples=0, tokens=0)
-        self._record.clock.add(report, step_s=0.0)
+        self._record.meter.add(report, step_s=0.0)
         self._pending[step] = self.row(step)
         if not self._coordinates:
             self.state_arrived(step)
