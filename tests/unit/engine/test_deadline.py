@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smolcluster.engine.elastic.deadline import ENOUGH, FIRST_S, FRESH_S, LOOK_S, LEAST_S, ComputeWatch, step_deadline
+from smolcluster.engine.elastic.deadline import ENOUGH, FIRST_S, FRESH_S, LEAST_S, LOOK_S, ComputeWatch, step_deadline
 
 
 class Clock:
