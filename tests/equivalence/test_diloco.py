@@ -19,7 +19,7 @@ from smolcluster.comm.contributions import HEAD
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.data.sampler import Sampler, ShardedSampler
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 from smolcluster.errors import UserError
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.strategies.base import State

@@ -70,7 +70,7 @@ class Role(ABC):
     def run(self) -> int:
         """Run all phases; return the exit status."""
 
-    def last_words(self, message: str) -> None:  # noqa: B027 - most roles have no peers to notify
+    def notify_peers(self, message: str) -> None:  # noqa: B027 - most roles have no peers to notify
         """Notify peers before this process fails."""
 
     def explain_loss(self, reason: str) -> str:
