@@ -25,7 +25,7 @@ from smolcluster.serve.engine.scheduler import SchedulerLimits
 from smolcluster.serve.engine.stage import StageWorker
 from smolcluster.serve.engine.types import SamplingParams, SequenceRequest, Token
 from smolcluster.serve.text.conversation import ChatTokenizer
-from tests.e2e.command import eventually
+from tests.places import eventually
 
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")

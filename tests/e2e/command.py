@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from tests.places import eventually
 
 T = TypeVar("T")
 
@@ -45,17 +45,6 @@ _FOREIGN = (
         "LINES",
     ),
 )
-
-
-def eventually(question: Callable[[], T | None], *, within_s: float = 150.0, what: str) -> T:
-    """The first answer that is neither None nor false."""
-    deadline = time.monotonic() + within_s
-    while True:
-        answer = question()
-        if answer:
-            return answer
-        assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
-        time.sleep(0.005)
 
 
 @dataclass(frozen=True)

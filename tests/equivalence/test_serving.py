@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e.command import eventually
+from tests.places import eventually
 from tests.serving import GREEDY, Cluster, RandomSource, cluster, gpt2, llama, qwen3
 
 from smolcluster.comm.elastic.membership import received_state

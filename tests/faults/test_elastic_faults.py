@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.network import Network, check_possible, hosts
+from benchmarks.network import Network
 from safetensors.torch import load_file
 from tests.faults.elastic_history import (
     Lines,
@@ -39,6 +39,7 @@ from tests.faults.elastic_history import (
     wait_for_history,
     wait_for_next_step,
 )
+from tests.places import separate_hosts
 from tests.world import PROMPT, ElasticWorld, Who, _begin_run, run_elastic_world
 from tools import chaos
 from tools.abuse import training as abuse
@@ -48,7 +49,6 @@ from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.elastic import history
 from smolcluster.engine.elastic.deadline import LEAST_S
-from smolcluster.errors import UserError
 
 STEPS = 250
 LEARNING: dict[str, Any] = {
@@ -665,11 +665,7 @@ def test_a_newcomer_beyond_the_list_takes_part(tmp_path: Path) -> None:
 @pytest.fixture
 def network() -> Iterator[Network]:
     """A host for the server and one for each of three workers."""
-    try:
-        check_possible()
-    except UserError as error:
-        pytest.skip(str(error))
-    with hosts(4, rate=None) as network:
+    with separate_hosts(4) as network:
         yield network
 
 

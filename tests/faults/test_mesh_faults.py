@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.network import Network, check_possible, hosts
+from benchmarks.network import Network
 from tests import tasks
 from tests.equivalence.same_run import COMMON, GPT, assert_same_run
+from tests.places import separate_hosts
 from tests.world import Tweak, World, run_world
 
-from smolcluster.errors import UserError
 from smolcluster.observe.events import Event, Failed, StepLogged
 
 SILENT_S = 2.0  # instead of half a minute
@@ -29,11 +29,7 @@ GLOBAL_BATCH = 4
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    try:
-        check_possible()
-    except UserError as error:
-        pytest.skip(str(error))
-    with hosts(3, rate=None) as network:
+    with separate_hosts(3) as network:
         yield network
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e.command import eventually
+from tests.places import eventually
 from tests.serving import GREEDY, Cluster, RandomSource, cluster, fronted, llama
 from torch import Tensor
 

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.command import TINY, Beside, Process, Running, Smol, children, eventually, read_rows, read_summary
+from tests.e2e.command import TINY, Beside, Process, Running, Smol, children, read_rows, read_summary
+from tests.places import eventually, free_port
 
 from smolcluster.comm.addresses import reach
 
@@ -268,11 +268,6 @@ def test_workers_leave_when_the_launcher_is_killed(smol: Smol, folder: Path) -> 
 def by_hand(smol: Smol, folder: Path, name: str, rank: int, port: int) -> Running:
     place = ("--rank", str(rank), "--world-size", "2", "--master-port", str(port), "--run-dir", f"runs/{name}")
     return smol.start("train", "tasks.py:Endless", *place, *FOREVER, cwd=folder)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_a_rank_that_waits_for_the_others_can_be_interrupted(smol: Smol, folder: Path) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from tests.dashboard_client import Viewer, get
 from tests.e2e.browser import CHROMIUM, PATIENCE_MS, chromium, pages, until
-from tests.e2e.command import TINY, Running, Smol, eventually, read_rows
+from tests.e2e.command import TINY, Running, Smol, read_rows
+from tests.places import eventually
 from tests.server_thread import served
 from tests.unit.run_folder import T0, aged, append, configure, log, row
 from tests.world import TASKS

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from tests.e2e.browser import CHROMIUM, PATIENCE_MS, chromium, pages, until
-from tests.e2e.command import eventually
 from tests.e2e.serve.fake_chat import (
     STATIC,
     STORY,
@@ -27,6 +26,7 @@ from tests.e2e.serve.fake_chat import (
     serving,
     three_stages,
 )
+from tests.places import eventually
 from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
 

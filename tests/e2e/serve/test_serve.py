@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 from benchmarks.network import check_possible, hosts
-from tests.e2e.command import TINY, Running, Smol, children, eventually
-from tests.e2e.launch.sshd import free_port
+from tests.e2e.command import TINY, Running, Smol, children
+from tests.places import eventually, free_port
 
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.errors import UserError

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.network import Network, check_possible, hosts
+from benchmarks.network import Network
 from safetensors.torch import load_file
-from tests.e2e.command import Smol, children, eventually, read_rows, read_summary
+from tests.e2e.command import Smol, children, read_rows, read_summary
+from tests.places import eventually, separate_hosts
 from tests.world import TASKS, run_world
 
 from smolcluster.comm.elastic.transport.security import new_token
-from smolcluster.errors import UserError
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc"),
@@ -84,11 +84,7 @@ def test_mistakes_are_told_before_anything_starts(smol: Smol, folder: Path) -> N
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        check_possible()
-    except UserError as error:
-        pytest.skip(str(error))
-    with hosts(3, rate=None) as network:
+    with separate_hosts(3) as network:
         yield network
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.places import eventually, free_port
 from tools.memory_transport import Switchboard
 from torch import Tensor
 
@@ -480,7 +481,7 @@ class TestTcp:
             assert torch.equal(at_worker.messages[0].payload, payload)  # type: ignore[arg-type]
             link = at_worker.link()
             assert isinstance(link, TcpLink)
-            wait_until(lambda: link._wake_at == 1)  # between payloads every byte counts
+            eventually(lambda: link._wake_at == 1)  # between payloads every byte counts
 
     def test_a_silent_peer_is_noticed(self, world: World) -> None:
         server_link, _, _, at_worker = world.pair(silence_s=0.6, beat_s=0.1)
@@ -635,7 +636,7 @@ class TestTcp:
         caplog.set_level(logging.INFO)
         worker, address = world.transport(), f"{HERE}:{free_port()}"
         worker.dial(address, Recorder())
-        wait_until(lambda: "waiting for a peer" in caplog.text)
+        eventually(lambda: "waiting for a peer" in caplog.text)
         pause(worker, 0.5)
         assert caplog.text.count(f"waiting for a peer at {address}") == 1
 
@@ -729,7 +730,7 @@ class TestTokens:
         """The other side cannot answer in a way that we could read: we keep trying, and say what may be wrong."""
         caplog.set_level(logging.INFO)
         with self.meeting([new_token()], []) as (at_server, _):
-            wait_until(
+            eventually(
                 lambda: (
                     "the peer closed the connection without an answer; does it need a token? (smolcluster token add)"
                     in caplog.text
@@ -1186,23 +1187,9 @@ def pause(transport: Transport, seconds: float) -> None:
     assert done.wait(WAIT_S)
 
 
-def wait_until(ready: Callable[[], bool]) -> None:
-    """For what nobody tells."""
-    deadline = time.monotonic() + WAIT_S
-    while not ready():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
 def owner_of(link: Link) -> TcpTransport:
     assert isinstance(link, TcpLink)
     return link._owner
-
-
-def free_port() -> int:
-    with socket.create_server((HERE, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def has_ipv6() -> bool:

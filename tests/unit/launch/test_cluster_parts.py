@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.places import eventually
 
 from smolcluster.cli import main
 from smolcluster.cli.cluster import _given
@@ -388,13 +389,6 @@ def state(folder: Path) -> dict[str, Any]:
     return found
 
 
-def until(question: Any, within_s: float = 90.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not question():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_process_that_ends_well_is_let_go(tmp_path: Path) -> None:
     assert keep(tmp_path / "p", "import os; print(os.environ['COLOUR'])").wait(20) == 0
     assert state(tmp_path / "p")["state"] == "finished"
@@ -422,7 +416,7 @@ def test_the_wish_to_stop_reaches_the_process_and_one_that_ignores_it_is_killed(
     polite = keep(tmp_path / "p", waits.format("signal.signal(2, lambda *_: (_ for _ in ()).throw(SystemExit(130)))"))
     stubborn = keep(tmp_path / "q", waits.format("signal.signal(2, signal.SIG_IGN)"))
     for folder in ("p", "q"):
-        until(lambda folder=folder: "up" in _text(tmp_path / folder / "output.log"))
+        eventually(lambda folder=folder: "up" in _text(tmp_path / folder / "output.log"))
     assert keeper.lock_file(tmp_path / "p" / "lock") is None, "its keeper lives"
     (tmp_path / "p" / "stop").write_text("")
     (tmp_path / "q" / "stop").write_text("now")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.samples import logged, spec_of
 from tests.unit.story import Script, Story
 
 from smolcluster.config import dump, load_config, resolve
@@ -263,8 +264,7 @@ def test_a_worker_that_is_to_stop_still_meets_the_others() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="a console of its own gets no Ctrl-C")
 def test_an_interrupt_does_not_end_a_process_that_has_just_started(tmp_path: Path) -> None:
     """One that it got before it left our group, or while it imports: the spec is all it waits for, and without one it ends."""
-    seat = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
-    spec = WorkerSpec(config={}, host="here", run_dir=str(tmp_path), **seat)
+    spec = spec_of(run_dir=str(tmp_path))
     child = spawn(spec, queue.SimpleQueue())
     os.kill(child.process.pid, signal.SIGINT)
     assert child.process.stdin is not None
@@ -282,8 +282,7 @@ def cmdline(pid: int) -> list[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_role_rank_and_run_are_in_the_command_line(tmp_path: Path) -> None:
     """A spare can be told from the server by `ps`; and a process that becomes another says so itself."""
-    seat = {"rank": 2, "world_size": 2, "local_rank": 0, "local_world_size": 3}
-    spec = WorkerSpec(config={}, host="here", run_dir=str(tmp_path), role="server", **seat)
+    spec = spec_of(run_dir=str(tmp_path), role="server", rank=2, world_size=2, local_world_size=3)
     children = [
         spawn(spec, queue.SimpleQueue(), module="tests.unit.scripted_process", standby=spare) for spare in (False, True)
     ]
@@ -435,14 +434,11 @@ def test_planes() -> None:
 
 def test_the_servers_rows_are_the_runs() -> None:
     outcome = Outcome()
-    row = {"host": "h", "time": 0.0, "lr": 1.0, "grad_norm": 1.0, "samples": 1, "tokens": 1, "staleness": 0.0}
-    row |= dict.fromkeys(("tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s"), 1.0)
-    row |= {"bytes_sent": 0, "bytes_received": 0}
-    outcome.handle(StepLogged(step=3, rank=0, role="worker", loss=3.0, **row))
+    outcome.handle(logged(3, 0, role="worker", loss=3.0))
     assert outcome.last_row is not None
     assert outcome.last_row["loss"] == 3.0
-    outcome.handle(StepLogged(step=2, rank=2, role="server", loss=2.0, **row))
-    outcome.handle(StepLogged(step=9, rank=0, role="worker", loss=9.0, **row))
+    outcome.handle(logged(2, 2, role="server", loss=2.0))
+    outcome.handle(logged(9, 0, role="worker", loss=9.0))
     assert outcome.last_row["loss"] == 2.0
 
 
@@ -526,7 +522,7 @@ def test_the_last_rows_of_all_ranks_are_the_runs() -> None:
     """A run that dies says the samples of all its ranks and the loss of the global batch, not those of rank 0."""
     outcome = Outcome()
     for rank, (loss, samples) in enumerate(((2.0, 30), (5.0, 10))):
-        outcome.handle(row(rank=rank, loss=loss, samples=samples))
+        outcome.handle(logged(3, rank, loss=loss, samples=samples))
     last = outcome.last_row
     assert last is not None
     assert (last["samples"], last["loss"], last["step"]) == (40, 2.75, 3)
@@ -537,21 +533,13 @@ def test_the_summary_of_a_failed_run_has_what_was_measured(tmp_path: Path) -> No
     measured = {"val_loss": 1.5, "val_accuracy": 0.5, "val_ppl": 4.5, "val_extra": {"f1": 0.25}}
     for rank in range(2):
         outcome.handle(
-            row(rank=rank, loss=2.0, samples=30, tokens_per_s=7.0, skipped=2, **(measured if rank == 0 else {}))
+            logged(3, rank, loss=2.0, samples=30, tokens_per_s=7.0, skipped=2, **(measured if rank == 0 else {}))
         )
     for rank in range(2):  # no evaluation came with the last rows
-        outcome.handle(row(rank=rank, step=4, loss=2.0, samples=40, tokens_per_s=8.0, skipped=2, staleness_max=1))
+        outcome.handle(logged(4, rank, loss=2.0, samples=40, tokens_per_s=8.0, skipped=2, staleness_max=1))
     run = RunDir(tmp_path)
     outcome.write_summary(run, config(), world_size=2, error="killed")
     summary = json.loads(run.summary.read_text())
     expected = {"val_loss": 1.5, "val_accuracy": 0.5, "val_ppl": 4.5, "val_f1": 0.25, "steps": 4, "samples": 80}
     expected |= {"skipped": 2, "staleness_max": 1, "tokens_per_s": 16.0, "error": "killed", "status": "failed"}
     assert {name: summary.get(name) for name in expected} == expected
-
-
-def row(**fields: Any) -> StepLogged:
-    numbers = dict.fromkeys(
-        ("lr", "grad_norm", "tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s", "staleness"), 0.0
-    )
-    counts = dict.fromkeys(("tokens", "bytes_sent", "bytes_received"), 0)
-    return StepLogged(**({"step": 3, "role": "worker", "host": "a", "time": 0.0} | numbers | counts | fields))

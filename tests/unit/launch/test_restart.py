@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.places import eventually
 from tests.unit.story import Script, Story
 
 from smolcluster.comm.elastic.transport import tcp
@@ -387,7 +387,7 @@ def test_one_that_falls_after_the_end_changes_nothing(story: Restarted) -> None:
 def test_the_first_interrupt_saves_and_the_second_ends(story: Restarted) -> None:
     def interrupt(*names: str) -> None:
         for name in names:
-            wait_until((story.run_dir.path / name).exists)
+            eventually((story.run_dir.path / name).exists)
             os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, args=("running",), daemon=True).start()
@@ -403,13 +403,6 @@ def test_the_first_interrupt_saves_and_the_second_ends(story: Restarted) -> None
     threading.Thread(target=interrupt, args=("running", "notice-2"), daemon=True).start()
     with pytest.raises(Interrupted):
         story.run({"worker-0": [["listen", "row 1", "note running", "hang"]], "worker-1": [["hang"]]})
-
-
-def wait_until(question: Callable[[], bool], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not question():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # Several machines --------------------------------------------------------------------------------------------------
@@ -445,7 +438,7 @@ def answers(where: str) -> bool:
 
 def start_when(question: Callable[[], bool], machine: Machine) -> None:
     def wait_and_start() -> None:
-        wait_until(question)
+        eventually(question)
         machine.start()
 
     threading.Thread(target=wait_and_start, daemon=True).start()
@@ -523,7 +516,7 @@ def test_strangers_at_the_endpoint_are_not_counted(story: Restarted) -> None:
     strangers: list[MembershipClient] = []
 
     def speak() -> None:
-        wait_until(lambda: answers(where))
+        eventually(lambda: answers(where))
         strangers.append(MembershipClient(where, {"name": "x", "workers": "many"}, silent_s=30.0))
         strangers[0].wait(lambda: strangers[0].number >= 0, within_s=30)
         (story.run_dir.path / "spoken").touch()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tests.unit import samples
 
 from smolcluster.observe import text
 from smolcluster.observe.console import ConsoleSink
@@ -37,23 +38,25 @@ from smolcluster.observe.summary import render_summary
 
 
 def started(rank: int, **fields: Any) -> RunStarted:
-    defaults: dict[str, Any] = {
-        "role": "worker", "host": f"host{rank}", "run_dir": "runs/a", "task": "gpt", "strategy": "allreduce",
-        "algorithm": "ClassicDP", "world_size": 2, "device": "cpu", "parameters": 4_830_000, "first_step": 0,
-        "steps": 300, "batch_size": 32, "global_batch": 64, "learning_rate": 1e-3, "project_name": "smolcluster",
-        "config": {},
-    }  # fmt: skip
-    return RunStarted(rank=rank, **(defaults | fields))
+    shown = {
+        "host": f"host{rank}",
+        "strategy": "allreduce",
+        "algorithm": "ClassicDP",
+        "parameters": 4_830_000,
+        "steps": 300,
+    }
+    return samples.started(rank=rank, **(shown | fields))
 
 
 def logged(rank: int, step: int, **fields: Any) -> StepLogged:
-    defaults: dict[str, Any] = {
-        "role": "worker", "host": f"host{rank}", "time": 1000.0 + step / 5, "loss": 2.0 + rank, "lr": 1e-3,
-        "grad_norm": 1.0, "samples": 32 * step, "tokens": 64 * step, "tokens_per_s": 6150.0, "samples_per_s": 50.0,
-        "step_time_s": 0.16, "compute_s": 0.15, "comm_s": 0.008, "bytes_sent": 1, "bytes_received": 1,
-        "staleness": 0.0,
-    }  # fmt: skip
-    return StepLogged(step=step, rank=rank, **(defaults | fields))
+    shown: dict[str, Any] = {
+        "host": f"host{rank}",
+        "time": 1000.0 + step / 5,
+        "loss": 2.0 + rank,
+        "tokens_per_s": 6150.0,
+    }
+    shown |= {"step_time_s": 0.16, "compute_s": 0.15, "comm_s": 0.008, "bytes_sent": 1, "bytes_received": 1}
+    return samples.logged(step, rank, **(shown | fields))
 
 
 def plain(events: list[Event], *, close: bool = True) -> list[str]:

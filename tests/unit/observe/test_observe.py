@@ -21,6 +21,7 @@ from typing import Any, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.samples import logged, started
 
 from smolcluster.errors import MissingExtra
 from smolcluster.observe import events
@@ -31,7 +32,6 @@ from smolcluster.observe.events import (
     Phase,
     Progress,
     RunFinished,
-    RunStarted,
     StepLogged,
     from_json,
     to_json,
@@ -41,25 +41,6 @@ from smolcluster.observe.logs import LogSink, log_path, reset_logging, setup_log
 from smolcluster.observe.observer import Observer
 from smolcluster.observe.pipe import PipeSink
 from smolcluster.observe.tracking import TensorBoardSink, WandbSink, has_login, metrics_of, run_name
-
-
-def started(**fields: Any) -> RunStarted:
-    defaults: dict[str, Any] = {
-        "rank": 1, "role": "worker", "host": "macbook", "run_dir": "runs/a", "task": "gpt", "strategy": "edp",
-        "algorithm": "EDP", "world_size": 2, "device": "cpu", "parameters": 1000, "first_step": 0, "steps": 100,
-        "batch_size": 32, "global_batch": 64, "learning_rate": 1e-3, "project_name": "smolcluster", "config": {},
-    }  # fmt: skip
-    return RunStarted(**(defaults | fields))
-
-
-def logged(step: int, rank: int = 0, **fields: Any) -> StepLogged:
-    defaults: dict[str, Any] = {
-        "role": "worker", "host": "mini", "time": 1000.0 + step, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0,
-        "samples": 32 * step, "tokens": 64 * step, "tokens_per_s": 100.0, "samples_per_s": 50.0, "step_time_s": 0.5,
-        "compute_s": 0.4, "comm_s": 0.1, "bytes_sent": 10, "bytes_received": 20, "staleness": 0.0,
-    }  # fmt: skip
-    return StepLogged(step=step, rank=rank, **(defaults | fields))
-
 
 # Events -------------------------------------------------------------------------------------------------------------
 

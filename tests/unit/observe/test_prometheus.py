@@ -12,52 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+from tests.unit.samples import logged, started
 
-from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, RunStarted, StepLogged
+from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 from smolcluster.observe.observer import Observer
 from smolcluster.observe.prometheus import CONTENT_TYPE, METRICS, PrometheusSink, format_value, port_of, run_name_of
 
-STARTED = RunStarted(
-    rank=1,
-    role="worker",
-    host="pi5",
-    run_dir="runs/my-run",
-    task="gpt",
-    strategy="edp",
-    algorithm="EDP",
-    world_size=2,
-    device="cpu",
-    parameters=10,
-    first_step=0,
-    steps=300,
-    batch_size=4,
-    global_batch=8,
-    learning_rate=0.1,
-    project_name="smolcluster",
-    config={},
-)
-ROW = StepLogged(
-    step=7,
-    rank=1,
-    role="worker",
-    host="pi5",
-    time=1_700_000_000.5,
-    loss=2.25,
-    lr=0.1,
-    grad_norm=float("inf"),
-    samples=56,
-    tokens=1792,
-    tokens_per_s=100.5,
-    samples_per_s=3.0,
-    step_time_s=0.25,
-    compute_s=0.2,
-    comm_s=0.05,
-    bytes_sent=10,
-    bytes_received=20,
-    staleness=0.5,
-    staleness_max=2,
-    stale_rejected=3,
-    skipped=2,
+STARTED = started(host="pi5", run_dir="runs/my-run", steps=300)
+ROW = logged(
+    *(7, 1),
+    **{"host": "pi5", "time": 1_700_000_000.5, "loss": 2.25, "lr": 0.1, "grad_norm": math.inf, "samples": 56},
+    **{"tokens": 1792, "tokens_per_s": 100.5, "samples_per_s": 3.0, "step_time_s": 0.25, "compute_s": 0.2},
+    **{"comm_s": 0.05, "staleness": 0.5, "staleness_max": 2, "stale_rejected": 3, "skipped": 2},
 )
 
 

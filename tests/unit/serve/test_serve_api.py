@@ -23,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.dashboard_client import get, raw
+from tests.places import eventually
 from tests.unit.scripted_engine import END, SAID, ByteText, ScriptedEngine, serving
 
 from smolcluster.errors import UserError
@@ -107,7 +108,7 @@ def test_a_template_stops_nobody_else_and_its_words_stay_here(
         assert rendered.wait(30)
         assert post(port, "/v1/completions", COMPLETION | {"max_tokens": 1})[0] == 200
         if source == LOOP:
-            until(lambda: started)
+            eventually(lambda: started)
             assert not asked.done()
             started[0]._process.kill()  # sooner than its deadline
         status, _, body = asked.result(90)
@@ -398,7 +399,7 @@ def test_events_tell_what_changes_and_only_that(port: int, engine: ScriptedEngin
     assert state()["stages"][1]["layers"] == [15, 29]
     for number in range(3):
         enough = engine.looked + 3
-        until(functools.partial(looked, enough))  # and nothing was told
+        eventually(functools.partial(looked, enough))  # and nothing was told
         engine.more = {"waiting": number + 1}
         assert state()["waiting"] == number + 1
     connection.close()
@@ -450,20 +451,13 @@ def test_there_is_a_limit_to_viewers(own: ScriptedEngine) -> None:
             pass
         assert error(get(port, "/events"))[0] == 429
         viewer.close()
-        until(lambda: head_of(port, "/events") == 200)
+        eventually(lambda: head_of(port, "/events") == 200)
 
 
 def head_of(port: int, path: str) -> int:
     with connect(port) as asking:
         asking.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         return int(asking.recv(65536).split(b" ")[1])
-
-
-def until(true: Any) -> None:
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_page(own: ScriptedEngine, tmp_path: Path) -> None:
@@ -910,9 +904,9 @@ def test_a_full_house_is_429_and_nobody_there_is_503(port: int, engine: Scripted
 def test_so_many_bodies_at_once(own: ScriptedEngine) -> None:
     with serving(own, requests=1) as port, connect(port) as slow:
         slow.sendall(written(POSTS[0], CHAT)[:-5])
-        until(lambda: post(port, POSTS[0], b"{")[0] == 429)
+        eventually(lambda: post(port, POSTS[0], b"{")[0] == 429)
         slow.close()
-        until(lambda: post(port, POSTS[0], CHAT)[0] == 200)
+        eventually(lambda: post(port, POSTS[0], CHAT)[0] == 200)
 
 
 def test_who_sends_a_body_slowly_makes_room(own: ScriptedEngine) -> None:
@@ -926,7 +920,7 @@ def test_who_sends_a_body_slowly_makes_room(own: ScriptedEngine) -> None:
         assert post(port, POSTS[0], CHAT)[0] == 200  # there is room
         slow.append(stack.enter_context(connect(port)))
         slow[-1].sendall(written(POSTS[0], CHAT)[:-5])
-        until(lambda: status_of(port) == 200)
+        eventually(lambda: status_of(port) == 200)
         (gone,), _, _ = select.select(slow, [], [], 20)
         with contextlib.suppress(ConnectionError):
             assert gone.recv(1) == b""
@@ -936,7 +930,7 @@ def test_who_sends_a_body_slowly_makes_room(own: ScriptedEngine) -> None:
             assert one.recv(13) == b"HTTP/1.1 200 "
     with serving(own, requests=1, crowded_body_s=0.2) as port, connect(port) as one:
         one.sendall(written(POSTS[0], CHAT)[:-5])
-        until(lambda: post(port, POSTS[0], CHAT)[0] == 200)
+        eventually(lambda: post(port, POSTS[0], CHAT)[0] == 200)
         assert one.recv(13) == b"HTTP/1.1 408 "
         assert b"is too slow while other requests wait" in one.recv(65536)
 
@@ -959,7 +953,7 @@ def test_so_many_sequences_at_once(own: ScriptedEngine) -> None:
         first.close()
         assert own.freed.acquire(timeout=20)
         own.hold_after = None
-        until(lambda: post(port, POSTS[0], CHAT)[0] == 200)
+        eventually(lambda: post(port, POSTS[0], CHAT)[0] == 200)
 
 
 @pytest.mark.parametrize("kind", [Unavailable("mini1 is lost"), RuntimeError("a secret inside")])
@@ -1011,7 +1005,7 @@ def test_who_leaves_frees_his_place_at_once(
                 asking.sendall(ahead)
                 leave(asking, how)
                 assert engine.freed.acquire(timeout=30), "its place is still taken"
-    until(lambda: engine.open == 0)
+    eventually(lambda: engine.open == 0)
 
 
 def test_who_leaves_with_several_choices_frees_all_of_them(port: int, engine: ScriptedEngine) -> None:
@@ -1032,7 +1026,7 @@ def test_who_leaves_in_the_middle_of_his_request(own: ScriptedEngine) -> None:
             with connect(port) as asking:
                 asking.sendall(written(POSTS[0], CHAT)[:-5])
                 leave(asking, how)
-        until(lambda: b'route="/v1/chat/completions",status="499"} 3' in get(port, "/metrics")[2])
+        eventually(lambda: b'route="/v1/chat/completions",status="499"} 3' in get(port, "/metrics")[2])
     assert not own.asks
 
 
@@ -1107,7 +1101,7 @@ def test_who_takes_nothing_of_his_stream_is_let_go_and_holds_up_nobody() -> None
         for _ in range(2):
             assert own.freed.acquire(timeout=20), "it still has its place"
         assert len(told) < 20_000  # of 900,000: what was not taken was not made
-        until(lambda: cut_off(reader))
+        eventually(lambda: cut_off(reader))
 
 
 class Counted(list[int]):
@@ -1129,7 +1123,7 @@ def test_who_takes_nothing_of_a_whole_answer_is_cut_off() -> None:
     with serving(own, http_limits=QUICK, max_tokens=5000) as port, deaf(port) as reader:
         reader.sendall(written(POSTS[1], COMPLETION | {"logprobs": 5}))  # half a megabyte
         assert own.freed.acquire(timeout=30)
-        until(lambda: cut_off(reader))
+        eventually(lambda: cut_off(reader))
 
 
 def cut_off(reader: socket.socket) -> bool:
@@ -1167,7 +1161,7 @@ def test_thousands_of_connections(own: ScriptedEngine) -> None:
             assert asked_of(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))) == b"503"
         for one in busy:
             one.close()
-        until(lambda: status_of(port) == 200)
+        eventually(lambda: status_of(port) == 200)
 
 
 def test_one_that_rests_makes_room_after_those_that_never_asked(own: ScriptedEngine) -> None:
@@ -1179,7 +1173,7 @@ def test_one_that_rests_makes_room_after_those_that_never_asked(own: ScriptedEng
         )
         assert health_of(friend) == 200
         silent = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
-        until(lambda: health_of(other) == 200)
+        eventually(lambda: health_of(other) == 200)
         with contextlib.suppress(ConnectionError):
             assert silent.recv(1) == b""
         kept = friend.sock

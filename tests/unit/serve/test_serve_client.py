@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.command import eventually
 from tests.e2e.serve.fake_chat import STORY, Fake, break_off, err, pieces, refuse, serving
+from tests.places import eventually
 from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
 
