@@ -339,7 +339,6 @@ class Digits(Classification):
     def _data(self) -> tuple[Tensor, Tensor]:
         # The file alone: importing scikit-learn takes a second in every process of a world.
         spec = importlib.util.find_spec("sklearn")
-        assert spec is not None
         assert spec.origin is not None
         rows = torch.from_numpy(np.loadtxt(Path(spec.origin).parent / "datasets/data/digits.csv.gz", delimiter=","))
         return rows[:, :-1].float() / 16.0, rows[:, -1].long()

@@ -28,6 +28,16 @@ def chromium(*options: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
+def lone_page(browser: Any) -> Iterator[Any]:
+    """One that may complain."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    yield page
+    context.close()
+
+
+@contextlib.contextmanager
 def pages(browser: Any, *, expected: Sequence[str] = ()) -> Iterator[Callable[..., Any]]:
     """Opens pages; at the end none of them may have complained: errors on the console, exceptions, violations of its policy.
 

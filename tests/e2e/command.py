@@ -33,17 +33,8 @@ TINY = (
 # What would change how the command behaves, left over from whoever runs the tests.
 _FOREIGN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SMOLCLUSTER_TOKEN"),
-    *(
-        "NO_COLOR",
-        "FORCE_COLOR",
-        "PY_COLORS",
-        "CLICOLOR",
-        "CLICOLOR_FORCE",
-        "GITHUB_ACTIONS",
-        "TERM",
-        "COLUMNS",
-        "LINES",
-    ),
+    *("NO_COLOR", "FORCE_COLOR", "PY_COLORS", "CLICOLOR", "CLICOLOR_FORCE", "GITHUB_ACTIONS", "TERM", "COLUMNS"),
+    "LINES",
 )
 
 

@@ -211,12 +211,7 @@ def test_on_this_machine_alone(smol: Smol, tmp_path: Path) -> None:
     with lab(smol, tmp_path) as made:
         environment = {"TMUX_TMPDIR": str(tmp_path)}
         said = (
-            "--strategy",
-            "edp",
-            "--workers",
-            "2",
-            "--steps",
-            "5",
+            *("--strategy", "edp", "--workers", "2", "--steps", "5"),
             "--override",
             f"cluster.port={free_port()}",
             *TINY,

@@ -270,7 +270,6 @@ def test_another_strategy_does_not_lose_what_is_only_in_the_journal(smol: Smol, 
     processes = [process_of(run_dir, seat) for seat in ("server", "worker-rank0")]
     first.process.kill()
     for process in processes:
-        assert process is not None
         process.kill()
     first.end(within_s=PATIENCE_S)
     other = ("--strategy", "allreduce", "--plane", "elastic", "--steps", "1000000")

@@ -45,7 +45,7 @@ def test_a_machine_joins_by_its_code(smol: Smol, tmp_path: Path) -> None:
         )
         try:
             code = eventually(lambda: re.search(r"\d{5}-\d{5}", joining.output), what="the code").group()
-            said, _ = accepting.communicate(code + "\n", timeout=30)
+            said, _ = accepting.communicate(code + "\n", timeout=300)
         finally:
             accepting.kill()
             accepting.communicate()

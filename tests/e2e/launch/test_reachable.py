@@ -82,7 +82,6 @@ def test_a_port_that_is_open_to_all_is_found(network: Network) -> None:
     )
     process = network.popen(0, [sys.executable, "-c", serve], stdout=subprocess.PIPE)
     try:
-        assert process.stdout is not None
         port = int(process.stdout.readline())
         ports = listening(process.pid)
         assert len(ports) == 2

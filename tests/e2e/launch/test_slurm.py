@@ -155,7 +155,7 @@ def daemon(folder: Path, env: dict[str, str], *words: str) -> Iterator[None]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(300)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -179,7 +179,6 @@ def submit(smol: Smol, slurm: Cluster, name: str, strategy: str) -> str:
         env=slurm.env,
     ).ok()
     number = re.search(r"Submitted batch job (\d+)", ended.out)
-    assert number is not None
     return number[1]
 
 

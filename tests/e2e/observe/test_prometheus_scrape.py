@@ -72,7 +72,7 @@ class Prometheus:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(300)
         self._output.close()
 
 

@@ -39,7 +39,6 @@ SUMMARY = (
 SETTINGS = (*TINY, "training.checkpoint_steps=4", "training.eval_steps=4")
 
 
-# Makes the import of torch an error in every process but a worker.
 def is_plain(text: str) -> bool:
     """No escape codes, no carriage returns, no bar."""
     return not re.search("[\x1b\r\u2501\u2588]", text)
@@ -250,18 +249,12 @@ def test_ranks_started_by_hand_train_the_same_weights(smol: Smol, base: Run, tmp
         *("--hidden-size", "32", "--layers", "1", "--attention-heads", "2", "--max-seq-length", "32"),
         *("--batch-size", "4", "--learning-rate", "0.003", "--gradient-clip-norm", "1.0", "--save-interval", "4"),
         *("--steps", str(STEPS), "--use-gradient-checkpointing", "--no-nccl"),
-        *(
-            "--override",
-            "training.eval_samples=8",
-            "training.eval_steps=4",
-            "training.device=cpu",
-            "logging.log_interval=1",
-            "logging.sample_tokens=8",
-        ),
+        *("--override", "training.eval_samples=8", "training.eval_steps=4", "training.device=cpu"),
+        *("logging.log_interval=1", "logging.sample_tokens=8"),
     )
     place = ("--world-size", "2", "--master-port", str(free_port()), "--run-dir", "run")
     ranks = [smol.start("train", *place, "--rank", str(rank), *guide, cwd=tmp_path) for rank in (0, 1)]
-    ended = [rank.end(within_s=90).ok() for rank in ranks]
+    ended = [rank.end(within_s=300).ok() for rank in ranks]
     assert f"step {STEPS}/{STEPS}" in ended[0].out
     assert [each.err for each in ended] == ["", ""]
 
@@ -282,18 +275,7 @@ def test_torchrun_trains_the_same_weights(smol: Smol, base: Run, tmp_path: Path)
 
 
 def test_a_rank_that_died_before_it_saved_anything_begins_anew(smol: Smol, tmp_path: Path) -> None:
-    place = (
-        "--world-size",
-        "1",
-        "--rank",
-        "0",
-        "--master-port",
-        str(free_port()),
-        "--run-dir",
-        "run",
-        "--resume",
-        "auto",
-    )
+    place = f"--world-size 1 --rank 0 --master-port {free_port()} --run-dir run --resume auto".split()
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("")
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "rank": 0}\n')
@@ -316,7 +298,7 @@ def test_ranks_that_differ_are_told_apart(smol: Smol, tmp_path: Path) -> None:
         )
         for rank in (0, 1)
     ]
-    ended = [rank.end(within_s=90) for rank in ranks]
+    ended = [rank.end(within_s=300) for rank in ranks]
     expected = "training.learning_rate is 0.2 on rank 1 and 0.1 on rank 0; start all ranks alike"
     for rank in ended:
         assert (rank.status, rank.err) == (2, f"smolcluster: {expected}\n")
@@ -442,7 +424,7 @@ def on_a_terminal(smol: Smol, *arguments: str, cwd: Path, **env: str) -> str:
         with contextlib.suppress(OSError):  # how Linux says that nobody has the other end any more
             while block := os.read(master, 65536):
                 written += block
-        assert process.wait(60) == 0, written.decode()
+        assert process.wait(300) == 0, written.decode()
     finally:
         os.close(master)
     return written.decode(errors="replace")

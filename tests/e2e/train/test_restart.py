@@ -207,9 +207,9 @@ def test_a_machine_that_is_stopped_leaves_and_the_others_go_on(cluster: Cluster,
         scripted(cluster, host, script, "1:2", where)
     eventually((script / "up").exists, what="both to work")
     cluster.processes[1].send_signal(signal.SIGINT)
-    assert cluster.processes[1].wait(20) == 130
+    assert cluster.processes[1].wait(300) == 130
     assert "smolcluster: interrupted; this machine has left" in cluster.output(1)
-    assert cluster.processes[0].wait(20) == 0
+    assert cluster.processes[0].wait(300) == 0
     assert "has left; restarting all workers" in cluster.output(0)
     assert read_summary(script)["restarts"] == 1
 
@@ -221,13 +221,13 @@ def test_without_the_machine_that_leads_the_others_end(cluster: Cluster, script:
         scripted(cluster, host, script, "2:2", where)
     eventually((script / "up").exists, what="both to work")
     cluster.network.cut(0) if how == "cut" else cluster.lose(0)
-    assert cluster.processes[1].wait(60) == 1
+    assert cluster.processes[1].wait(300) == 1
     words = "sent no heartbeat for 2 s" if how == "cut" else "closed its connection"
     assert f"smolcluster: the leader at --rdzv-endpoint {words}; the run has ended\n" in cluster.output(1)
     if how == "cut":
         # The one that leads waits for others; it can be stopped.
         cluster.processes[0].send_signal(signal.SIGINT)
-        assert cluster.processes[0].wait(20) == 130
+        assert cluster.processes[0].wait(300) == 130
 
 
 # Under torchrun

@@ -15,18 +15,17 @@ from typing import Any
 
 import pytest
 from tests.unit.samples import logged, spec_of
-from tests.unit.story import Script, Story
+from tests.unit.story import Script, Story, recorded
 
 from smolcluster.config import dump, load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir, find_resume
-from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed
 from smolcluster.launch.join.worker import worker_spec
 from smolcluster.launch.local import elastic, supervisor
 from smolcluster.launch.local.elastic import dial_address, join_commands, run_elastic
 from smolcluster.launch.local.outcome import Interrupted, Outcome
-from smolcluster.launch.local.processes import Child, end_all, signals, spawn, wait_for
+from smolcluster.launch.local.processes import end_all, signals, spawn, wait_for
 from smolcluster.launch.prepare import Prepared, choose_plane, prepare
 from smolcluster.observe.events import Event, RunFinished, StepLogged
 from smolcluster.stopping import stop_signals
@@ -171,16 +170,11 @@ def test_the_server_comes_back_on_its_port_as_the_process_that_stood_by(story: E
 
 
 def test_the_process_that_stands_by_is_named_so(story: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, bool]] = []
-
-    def recorded(spec: WorkerSpec, *arguments: Any, standby: bool, **options: Any) -> Child:
-        started.append((spec.role, standby))
-        return spawn(spec, *arguments, standby=standby, **options)
-
-    monkeypatch.setattr(supervisor, "spawn", recorded)
+    started: list[tuple[str, int, bool]] = []
+    monkeypatch.setattr(supervisor, "spawn", recorded(started))
     serves = ["listen", "row 1", "await ../fourth", *SERVES[2:]]
     story.run({"server": [serves], "worker-0": [WORKS], "worker-1": [WORKS]})
-    assert started == [("server", False), *[("worker", False)] * 2, ("server", True)]
+    assert started == [("server", 2, False), ("worker", 0, False), ("worker", 1, False), ("server", 2, True)]
 
 
 def test_no_standby_is_kept_where_it_is_not_wanted(story: Elastic) -> None:
@@ -253,8 +247,6 @@ def test_a_worker_that_is_to_stop_still_meets_the_others() -> None:
     )
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write('{"op": "stop"}\n')
         assert process.stdout.readline() == "asked\n"
         process.stdin.write('{"op": "port", "port": 7}\n')
@@ -267,7 +259,6 @@ def test_an_interrupt_does_not_end_a_process_that_has_just_started(tmp_path: Pat
     spec = spec_of(run_dir=str(tmp_path))
     child = spawn(spec, queue.SimpleQueue())
     os.kill(child.process.pid, signal.SIGINT)
-    assert child.process.stdin is not None
     child.process.stdin.close()
     wait_for([child], within_s=200)
     end_all([child], grace_s=0)
@@ -295,7 +286,6 @@ def test_role_rank_and_run_are_in_the_command_line(tmp_path: Path) -> None:
     code = "from smolcluster.engine.process.title import set_title; set_title('smolcluster server rank 2'); print(); input()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code, "smolcluster", "spare"], stdin=pipe, stdout=pipe) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         assert cmdline(process.pid) == ["smolcluster server rank 2"]
 
@@ -388,7 +378,6 @@ def test_a_journal_is_enough_to_continue(tmp_path: Path, monkeypatch: pytest.Mon
     journal(run)
     for said, where in (("runs/a", None), ("latest", None), ("auto", run.path)):
         found = find_resume(said, run_dir=where)
-        assert found is not None
         assert (found.run, found.source) == (run, run.checkpoints)
     assert "--resume runs/a" in str(Outcome(command="server").interrupted(run))
     assert "smolcluster server" in str(Outcome(command="server").interrupted(run))
@@ -435,7 +424,6 @@ def test_planes() -> None:
 def test_the_servers_rows_are_the_runs() -> None:
     outcome = Outcome()
     outcome.handle(logged(3, 0, role="worker", loss=3.0))
-    assert outcome.last_row is not None
     assert outcome.last_row["loss"] == 3.0
     outcome.handle(logged(2, 2, role="server", loss=2.0))
     outcome.handle(logged(9, 0, role="worker", loss=9.0))
@@ -524,7 +512,6 @@ def test_the_last_rows_of_all_ranks_are_the_runs() -> None:
     for rank, (loss, samples) in enumerate(((2.0, 30), (5.0, 10))):
         outcome.handle(logged(3, rank, loss=loss, samples=samples))
     last = outcome.last_row
-    assert last is not None
     assert (last["samples"], last["loss"], last["step"]) == (40, 2.75, 3)
 
 
