@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
     "training.checkpoint_steps": 100,
     "strategy.inner_steps": H,
 }
-WAN = {"strategy.preset": "wan"}
+WAN = {"strategy.preset": "wan", "strategy.outer_lr": 1.0, "strategy.outer_momentum": 0.0}  # SparseLoCo's outer SGD
 
 
 def train(
@@ -282,9 +282,10 @@ def test_bytes_are_those_of_the_formula(codec: str) -> None:
 
 def test_presets_and_what_wins_over_them() -> None:
     wan = DiLoCoOptions(preset="WAN")
-    assert (wan.codec, wan.codec_bits, wan.outer_lr, wan.outer_momentum) == ("blocktopk", 2, 1.0, 0.0)
+    assert (wan.codec, wan.codec_bits, wan.outer_lr, wan.outer_momentum) == ("blocktopk", 2, 0.9, 0.5)
+    assert (wan.inner_steps, wan.codec_k) == (15, 128)
     assert DiLoCoOptions(preset="lan").codec == "int4"
     assert DiLoCoOptions(preset="wan", codec_bits=4, outer_momentum=0.5).codec_bits == 4
-    assert DiLoCoOptions(preset="wan", outer_momentum=0.5).outer_momentum == 0.5
+    assert DiLoCoOptions(preset="wan", outer_momentum=0.0).outer_momentum == 0.0
     with pytest.raises(ValueError, match="takes one of fp32, bf16, int8, int4, blocktopk"):
         DiLoCoOptions(codec="powersgd")

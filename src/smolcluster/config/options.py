@@ -104,7 +104,14 @@ class LocalStepOptions(RoundOptions):
 # Options that are set override them.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "lan": {"codec": "int4", "outer_lr": 0.7, "outer_momentum": 0.9},
-    "wan": {"codec": "blocktopk", "codec_bits": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "wan": {
+        "codec": "blocktopk",
+        "codec_bits": 2,
+        "codec_k": 128,
+        "inner_steps": 15,
+        "outer_lr": 0.9,
+        "outer_momentum": 0.5,
+    },
 }
 _OF_OTHER_CODECS = frozenset({"codec_fraction", "codec_rank"})
 
@@ -114,8 +121,8 @@ class DiLoCoOptions(RoundOptions):
     only_mesh = _OF_OTHER_CODECS
     preset: Annotated[Literal["lan", "wan"], Lower] | None = Field(
         None,
-        description="lan: codec int4, outer Nesterov; wan: codec blocktopk with 2 bits, plain outer SGD of rate 1; "
-        "other options override it",
+        description="lan: codec int4; wan: codec blocktopk with 2 bits, codec_k 128, inner_steps 15, outer_lr 0.9, "
+        "outer_momentum 0.5; other options override it",
     )
     inner_steps: Count = Field(30, description="local steps of a worker between two exchanges")
     outer_lr: Positive = Field(0.7, description="learning rate of the outer optimizer")

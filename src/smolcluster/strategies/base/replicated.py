@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from smolcluster.comm.codecs import chosen_codec
 from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.encoded_sum import EncodedSum
-from smolcluster.comm.group import broadcast_in_place, check_same_layout
+from smolcluster.comm.group import synchronize_weights
 from smolcluster.comm.rounds import (
     AtServer,
     BucketSum,
@@ -60,8 +60,7 @@ class Exchanging(Replicated[OptionsT]):
         context, weights = self.context, self.replica.weights()
         if context.open_rounds is not None:
             return context.open_rounds(self, combination)
-        check_same_layout(context.group, weights)
-        broadcast_in_place(context.group, weights)
+        synchronize_weights(context.group, weights)
         return MeshRounds(
             combination,
             self.apply,
