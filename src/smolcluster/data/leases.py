@@ -17,7 +17,7 @@ For one thread. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,6 +95,20 @@ class Leases:
             raise ValueError(f"'{holder}' has no lease for step {step}: it was settled or given back before")
         return self._take(holder, step)
 
+    def shorten(self, holder: str, step: int, count: int) -> list[Range]:
+        """Keep the first `count` samples of a lease, in its order. Return the others, to be granted again."""
+        ranges = self._take(holder, step)
+        kept, rest = [], []
+        for part in ranges:
+            here = min(part.count, max(0, count))
+            count -= here
+            kept.append(Range(part.start, here))
+            rest.append(Range(part.start + here, part.count - here))
+        self._held.setdefault(holder, {})[step] = [part for part in kept if part.count]
+        self._returned = _joined([*self._returned, *rest])
+        self._fold()
+        return _joined(rest)
+
     def give_back(self, holder: str, step: int | None = None) -> list[Range]:
         """Return the samples of this lease (None: of all leases of the holder) to be granted again."""
         held = self._held.get(holder, {})
@@ -115,17 +129,23 @@ class Leases:
         if leases := self._held.pop(holder, {}):
             self._held[f"{holder}{LATE}"] = leases
 
-    def take_up(self, holder: str, steps: Collection[int]) -> list[Range]:
-        """Return the samples of these late leases, which `extend` grants again; give back all others of the holder."""
+    def take_up(self, holder: str, read: Mapping[int, int]) -> list[Range]:
+        """Return the samples of late leases, which `extend` grants again: as many of each step as were read.
+
+        All others of the holder are given back.
+        """
         late = f"{holder}{LATE}"
-        for step in self._held.get(late, {}).keys() - set(steps):
-            self.give_back(late, step)
+        for step, ranges in self.held(late).items():
+            if not read.get(step):
+                self.give_back(late, step)
+            elif read[step] < sum(part.count for part in ranges):
+                self.shorten(late, step, read[step])
         return _joined(r for step in list(self._held.get(late, {})) for r in self._take(late, step))
 
     def extend(self, holder: str, step: int, ranges: Sequence[Range]) -> None:
-        """Add samples that `take_up` returned to the holder's lease for this step."""
+        """Put samples that `take_up` returned before those of the holder's lease for this step."""
         leases = self._held.setdefault(holder, {})
-        leases[step] = [*leases.get(step, []), *ranges]
+        leases[step] = [*ranges, *leases.get(step, [])]
 
     def held(self, holder: str) -> dict[int, list[Range]]:
         """Return this holder's leases by step."""

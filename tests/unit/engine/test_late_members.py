@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.engine.test_coordinator import Run, freeze, sent_to, share
+from tests.unit.engine.test_coordinator import Run, sent_to, share
 
 from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.engine.elastic.coordination import coordinator, evictions
 from smolcluster.engine.elastic.coordination.late_members import CHANGE_S, ENOUGH, needed, round_deadline
 
 ROUND_S = 10.0
@@ -42,7 +44,8 @@ class LateRun(Run):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.clock = [1000.0]
-        freeze(monkeypatch, self.clock)
+        for module in (coordinator, evictions):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
         super().__init__(whole=True, total_steps=100, **{"quorum": 0.5} | options)
         self.coordinator._late._clock = lambda: self.clock[0]
         self.join_together(0, 1, 2)
@@ -73,7 +76,7 @@ class LateRun(Run):
 
     def answer(self, rank: int, *late: int) -> None:
         epoch = self.links[rank].last(Kind.WELCOME).epoch
-        self.hear(rank, Message(kind=Kind.WAITING, epoch=epoch, meta={"late": list(late)}))
+        self.hear(rank, Message(kind=Kind.WAITING, epoch=epoch, meta={"late": [[step, 4] for step in late]}))
         self.go_on()
 
 

@@ -33,7 +33,10 @@ def test_what_waits_is_added_to_the_next_contribution_until_one_counts() -> None
     assert (waiting(late), late.samples, late.weight, late.loss) == ({0: 11.0, 1: 2.0}, 16, 16.0, 1.5)
     assert float(late.add_to(0, one(0.5))[0]) == 11.5
 
+    late.counted()
+    assert (late.samples, late.rounds) == (0, 0.0)
     late.not_committed()  # the round was lost: the next contribution has it again
+    assert late.rounds == 2.0
     assert float(late.add_to(0, one(0.25))[0]) == 11.25
     late.committed([0])
     assert waiting(late) == {1: 2.0}, "only what was contributed counts"
@@ -46,7 +49,7 @@ def test_a_contribution_with_it_that_is_too_late_as_well_is_not_added_twice() ->
     late.counted()
     contributed = late.add_to(0, one(4.0))
     late.put({0: contributed}, samples=8, weight=8.0, loss=1.0)
-    assert (waiting(late), late.samples) == ({0: 5.0}, 8)
+    assert (waiting(late), late.samples, late.rounds) == ({0: 5.0}, 8, 2.0)
 
 
 def test_it_is_saved_by_name_and_restored_to_the_bit() -> None:

@@ -91,15 +91,17 @@ class ElasticRounds(Rounds, MemberSide):
         self._link.at_once(None, self._on_disconnected)
         self._apply_s = 0.0  # time to apply the last result
         self._round = 0  # the last step of the round that was begun
+        self._local: Mapping[str, Any] | None = None  # of the last round: a coordinator that restarts asks for it
         self._shares: dict[int, list[Tensor]] = {}  # of the next round to follow, in slices
         self._pull: Message | None = None  # an upload that was requested, until no round is under way here
         self._alone = Alone(self.context, self.replica, most_steps=strategy.max_rounds_apart * strategy.local_steps)
-        self._late: list[int] = []  # rounds that this worker was late for; their samples are still leased to it
+        self._late: list[list[int]] = []  # rounds it was late for, and their samples, still leased
 
     def introduction(self) -> dict[str, Any]:
         self.come_back()
         held = [[flight.step, flight.epoch] for flight in self.flights if flight.reported]
-        return {"address": self._address, "updates": self.replica.updates, "held": held}
+        local = {} if self._local is None else {"local": self._local}
+        return {"address": self._address, "updates": self.replica.updates, "held": held, **local}
 
     def lease(self) -> Lease | None:
         while not self._over:
@@ -111,7 +113,7 @@ class ElasticRounds(Rounds, MemberSide):
                     return lease
             elif self._link.leases and self._group is not None:
                 lease = self._link.leases.popleft()
-                self._round = lease.step
+                self._round, self.clip = lease.step, lease.clip
                 self._alone.batch = max(1, lease.samples // lease.steps)
                 return lease
             if not self._over:
@@ -206,7 +208,9 @@ class ElasticRounds(Rounds, MemberSide):
         # As text: JSON has no NaN, and all must parse the same number.
         meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.said_loss)}
         meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s, "weight": flight.weight}
-        meta["scale"] = flight.scale
+        meta |= {"scale": flight.scale, "samples": flight.samples}
+        if flight.local is not None:
+            meta["local"] = self._local = flight.local
         log.debug("have the result of step %d in view %d", flight.step, self._epoch)
         self._link.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
 
@@ -295,8 +299,10 @@ class ElasticRounds(Rounds, MemberSide):
                 self._take_step(weight=weight, norm=norm)
         most = self._strategy.max_rounds_apart
         if late := bool(welcome.meta.get("late")):
-            self._late += [flight.step for flight in self.flights if flight.samples > 0]
+            self._late += [[flight.step, flight.samples] for flight in self.flights if flight.samples > 0]
         self._strategy.set_aside(self.flights if late or most else [])
+        if not late and not self._late:
+            self._strategy.unlease_late()
         if most and (behind := (welcome.step - self.replica.updates) / self.local_steps) > most:
             self._strategy.forget_late(f"it is {behind:g} rounds behind, strategy.max_rounds_apart is {most}")
         if self.flights and not late and not most:
@@ -351,8 +357,10 @@ class ElasticRounds(Rounds, MemberSide):
     def _count_late(self, meta: Mapping[str, Any]) -> bool:
         """Return whether the work of rounds that this worker was late for counts in the round that the others compute."""
         me = self.context.seat.rank
-        if self._late and me not in meta.get("late", ()) and not self._strategy.max_rounds_apart:
-            self._strategy.forget_late("its samples were leased to others")
+        if self._late and me not in meta.get("late", ()):
+            self._strategy.unlease_late()
+            if not self._strategy.max_rounds_apart:
+                self._strategy.forget_late("its samples were leased to others")
         return bool(self._late) and me in meta.get("late", ()) and me in meta["idle"]
 
     def _receive_state(self, view: View) -> bool:

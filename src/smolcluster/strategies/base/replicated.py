@@ -111,6 +111,11 @@ class Exchanging(Replicated[OptionsT]):
         return 1
 
     @property
+    def equal_time(self) -> bool:
+        """Whether workers take as many local steps in a round as each has time for; `local_steps`: the usual one."""
+        return False
+
+    @property
     def rounds_in_flight(self) -> int:
         """How many rounds may be in flight while the next is computed."""
         return 0
@@ -138,6 +143,9 @@ class Exchanging(Replicated[OptionsT]):
     def contribute_late(self, mine: Contribution) -> None:
         """Contribute what was set aside to a round for which this worker has computed nothing else."""
         raise AssertionError(f"{type(self).__name__} waits for all")
+
+    def unlease_late(self) -> None:
+        """The samples of what was set aside are in no lease of this worker."""
 
     def forget_late(self, reason: str) -> None:
         """Drop what was set aside."""

@@ -30,6 +30,7 @@ from smolcluster.engine.elastic.coordination.evictions import Evictions
 from smolcluster.engine.elastic.coordination.followers import Followers
 from smolcluster.engine.elastic.coordination.held_state import HoldsState
 from smolcluster.engine.elastic.coordination.late_members import LateMembers
+from smolcluster.engine.elastic.coordination.local_rounds import LocalRounds
 from smolcluster.engine.elastic.coordination.rejoining import can_reach, weights_lost
 from smolcluster.engine.elastic.coordination.round_numbers import next_rounds, with_num_steps
 from smolcluster.engine.elastic.coordination.state_upload import StateUploads, UnusableState
@@ -51,6 +52,7 @@ class Coordinator(HoldsState):
         rounds_ahead: int,
         whole: bool,
         local_steps: int = 1,
+        equal_time: bool = False,
         tokens_per_sample: int = 1,
         step_timeout_s: float | None = None,
         quorum: float = 1.0,
@@ -58,7 +60,8 @@ class Coordinator(HoldsState):
     ) -> None:
         """`rounds_ahead`: rounds that a worker may have under way. `whole`: each member holds the whole result of a round.
 
-        `quorum`: share of the members that must have contributed, where the others are late; 1: wait for all.
+        `equal_time`: members take unlike numbers of local steps. `quorum`: share of the members that must have contributed,
+        where the others are late; 1: wait for all.
         """
         self.context, self.replica = context, replica
         self.shared: Mapping[str, Tensor] = {}
@@ -71,6 +74,7 @@ class Coordinator(HoldsState):
         self._view_epoch = -1  # of the current view; the roster's is higher once a member has joined or left
         self._view_instances: set[str] = set()
         self._watch = ComputeWatch(step_timeout_s)
+        self._local = LocalRounds(equal_time=equal_time, clipped=self._roster.clipped, warn=context.warn)
         self._claims = Claims(self.server_context.count)
         self._pair_keys = PairKeys()
         self._disagreements = 0  # in a row: attempts at the next step whose results differed
@@ -340,12 +344,19 @@ class Coordinator(HoldsState):
             if (busy_s := overdue.get(member.instance)) is not None:
                 self._evict(member, f"it has computed step {step} for {busy_s:.1f} s while others wait for it")
 
+    def grant_lease(self, member: Member, step: int, *, steps: int = 1) -> dict[str, Any]:
+        own_steps, terms = self._local.terms(member, self._roster.in_order(), steps=steps)
+        return super().grant_lease(member, step, steps=own_steps) | terms | {"steps": steps}
+
     # Steps
 
     def _take_done(self, member: Member, message: Message) -> None:
         step, meta = message.step, message.meta
         if not results.is_well_formed(meta):
             self._roster.evict(member, "its DONE message is malformed")
+            return
+        if (objection := self._local.objection(member, step, meta, self.server_context.leases)) is not None:
+            self._roster.evict(member, objection)
             return
         ranges = self.server_context.leases.held(member.instance).get(step, [])
         claimed = float(meta.get("weight", 0.0))
@@ -359,8 +370,7 @@ class Coordinator(HoldsState):
         self._done.setdefault(step, {})[member.rank] = meta
         if not ranges:
             return
-        objection = self.gate.objection(float(meta["mine"]))
-        if objection is not None:
+        if (objection := self.gate.objection(float(meta["mine"]))) is not None:
             scale = None if math.isfinite(float(meta["mine"])) else meta.get("scale")
             self.refuse(member, step, objection, scale=scale)
             self._left_out.setdefault(step, set()).add(member.rank)
@@ -421,9 +431,9 @@ class Coordinator(HoldsState):
     def _settle(self, step: int, done: dict[int, dict[str, Any]]) -> results.RoundTotals:
         """Settle the leases of a round and add up what its members reported."""
         totals, leases = results.RoundTotals(), self.server_context.leases
-        for member in self._roster.in_order():
-            if step not in leases.held(member.instance):
-                continue
+        counted = [member for member in self._roster.in_order() if step in leases.held(member.instance)]
+        self._local.committed([(member, done[member.rank]) for member in counted], step=step)
+        for member in counted:
             report = done[member.rank]
             samples, weight = totals.add(member, step, leases.settle(member.instance, step), report)
             if weight:

@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from smolcluster.comm.elastic.membership.roster import Member
 from smolcluster.comm.elastic.transport.messages import Kind, Message
@@ -63,7 +64,7 @@ class _Absence:
     epoch: int  # of its WELCOME
     step: int  # of the round that it was late for
     back: bool = False  # it has answered, and may be a member again
-    rounds: list[int] = field(default_factory=list)  # whose work is in its error buffer
+    rounds: dict[int, int] = field(default_factory=dict)  # whose work is in its error buffer, and samples of each
 
 
 class LateMembers:
@@ -170,13 +171,12 @@ class LateMembers:
         connected = {*self._roster.newcomers, *self._roster.paused} if self._away else set()
         for member in [member for member in self._away if member not in connected]:
             del self._away[member]
-            self._context.leases.take_up(member.instance, [])
+            self._context.leases.take_up(member.instance, {})
         for member, absence in self._away.items():
             answer = member.answer
             if absence.back or answer is None or answer.epoch != absence.epoch:
                 continue
-            rounds = answer.meta.get("late", [])
-            absence.rounds = [step for step in rounds if type(step) is int]
+            absence.rounds = _rounds_of(answer.meta.get("late", []))
             if alone or committed >= absence.step:
                 absence.back = True
                 self._followers.answered(member)
@@ -192,3 +192,9 @@ class LateMembers:
             if ranges := self._context.leases.take_up(member.instance, self._away.pop(member).rounds):
                 entered[member] = ranges
         return entered
+
+
+def _rounds_of(said: Any) -> dict[int, int]:
+    """Return rounds and samples that a member has reported, without what makes no sense."""
+    pairs = [pair for pair in said if isinstance(pair, list) and len(pair) == 2] if isinstance(said, list) else []
+    return {step: samples for step, samples in pairs if type(step) is int and type(samples) is int and samples > 0}
