@@ -122,7 +122,8 @@ def adopt(
     """
     if own is not None:
         first_is = f"the server at {server}"
-        picked = {"strategy.preset"} if own.strategy.preset is None else set()  # by the server, from the measured link
+        # The server picks a preset from the measured link.
+        picked = {"strategy.preset"} if getattr(own.strategy, "preset", None) is None else set()
         own_keys = OWN_TO_A_MEMBER | picked
         check_same_config(dict(theirs), public_dict(own), rank=rank, own=own_keys, first_is=first_is)
     plain = (own or Config.model_validate({})).model_dump(mode="json")
