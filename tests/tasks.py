@@ -340,7 +340,6 @@ class Digits(Classification):
     def _data(self) -> tuple[Tensor, Tensor]:
         # The file alone: importing scikit-learn takes a second in every process of a world.
         spec = importlib.util.find_spec("sklearn")
-        assert spec is not None
         assert spec.origin is not None
         rows = torch.from_numpy(np.loadtxt(Path(spec.origin).parent / "datasets/data/digits.csv.gz", delimiter=","))
         return rows[:, :-1].float() / 16.0, rows[:, -1].long()
@@ -370,14 +369,28 @@ class DoubleGPT(GPTTask):
         return super().model().double()
 
 
-class _Masked:
-    """Of each sequence the first ten targets do not count."""
+class _Wrapped:
+    """A dataset with batches of another."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
 
     def __len__(self) -> int:
         return len(self._data)
+
+
+class _WrappedGPT(DoubleGPT):
+    wrapped: Any = None
+
+    def train_data(self) -> Any:
+        return self.wrapped(super().train_data())
+
+    def val_data(self) -> Any:
+        return self.wrapped(super().val_data())
+
+
+class _Masked(_Wrapped):
+    """Of each sequence the first ten targets do not count."""
 
     def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
         tokens, targets = self._data.batch(indices)
@@ -386,22 +399,12 @@ class _Masked:
         return tokens, targets
 
 
-class MaskedGPT(DoubleGPT):
-    def train_data(self) -> Any:
-        return _Masked(super().train_data())
-
-    def val_data(self) -> Any:
-        return _Masked(super().val_data())
+class MaskedGPT(_WrappedGPT):
+    wrapped = _Masked
 
 
-class _Ragged:
+class _Ragged(_Wrapped):
     """Sequences of unlike length: of every fourth nothing counts."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
 
     def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
         tokens, targets = self._data.batch(indices)
@@ -412,14 +415,10 @@ class _Ragged:
         return tokens, targets
 
 
-class RaggedGPT(DoubleGPT):
+class RaggedGPT(_WrappedGPT):
     """A mean over the targets of sequences of unlike length, as in finetuning."""
 
-    def train_data(self) -> Any:
-        return _Ragged(super().train_data())
-
-    def val_data(self) -> Any:
-        return _Ragged(super().val_data())
+    wrapped = _Ragged
 
 
 class Weighed(Double):
@@ -448,14 +447,8 @@ class Overclaims(Double):
         return 2.0**50 if os.environ.get("TEST_RANK") == "1" else float(len(batch[0]))
 
 
-class _Shifted:
+class _Shifted(_Wrapped):
     """Augmented: each sequence is turned round by a random number of tokens, whenever it is read."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
 
     def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
         inputs, targets = self._data.batch(indices)
@@ -464,12 +457,8 @@ class _Shifted:
         return inputs.gather(1, where), targets.gather(1, where)
 
 
-class AugmentedGPT(DoubleGPT):
-    def train_data(self) -> Any:
-        return _Shifted(super().train_data())
-
-    def val_data(self) -> Any:
-        return _Shifted(super().val_data())
+class AugmentedGPT(_WrappedGPT):
+    wrapped = _Shifted
 
 
 class ResidualBlock(nn.Module):
@@ -878,14 +867,10 @@ class FailingGPT(GPTTask):
         return super().loss(model, batch)
 
 
-class _Held:
+class _Held(_Wrapped):
     """From the call HOLD_FROM on (1: the first) a batch is there when the file HOLD_UNTIL is."""
 
-    def __init__(self, data: Any) -> None:
-        self._data, self._calls = data, 0
-
-    def __len__(self) -> int:
-        return len(self._data)
+    _calls = 0
 
     def batch(self, indices: Any) -> Any:
         self._calls += 1

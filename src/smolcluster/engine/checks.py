@@ -26,15 +26,15 @@ def batch_size_of(config: Config, rank: int) -> int:
 
 def batch_size_on(config: Config, host: str) -> int:
     """Return the micro-batch size of a worker on this host; `auto` starts with the common size."""
-    said = config.cluster.batch_size
-    own = said if isinstance(said, str) else said.get(host, "auto")
+    sizes = config.cluster.batch_size
+    own = sizes if isinstance(sizes, str) else sizes.get(host, "auto")
     return own if isinstance(own, int) else config.training.batch_size or 1
 
 
 def is_automatic(config: Config, host: str) -> bool:
     """Return whether the batch size of this host follows its speed."""
-    said = config.cluster.batch_size
-    return (said if isinstance(said, str) else said.get(host)) == "auto"
+    sizes = config.cluster.batch_size
+    return (sizes if isinstance(sizes, str) else sizes.get(host)) == "auto"
 
 
 def check_balance(config: Config, options: Options) -> None:
@@ -126,8 +126,6 @@ def check_same_task(first: dict[str, Any], mine: dict[str, Any], *, rank: int) -
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Total and free memory of a device."""
-
     total: int
     free: int
 

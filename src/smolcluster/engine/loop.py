@@ -235,7 +235,7 @@ class Loop:
             self._reader.load_state_dict(state["sampler"])
         now, before = sum(self.context.samples_per_step), self._reader.position / max(1, snapshot.step)
         if self.context.seat.rank == 0 and snapshot.step and self._reader.position and now != before:
-            self.context.warn(f"a step reads {now} samples, and before the checkpoint it read {before:g}")
+            self.context.warn(f"the global batch is {now} samples; it was {before:g} before the checkpoint")
         samples = self._share(self._reader.position) if self.context.reports_samples else 0
         self.step = snapshot.step
         self.record.samples, self.record.tokens = samples, samples * self.task.tokens_per_sample

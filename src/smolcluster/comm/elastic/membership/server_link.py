@@ -20,12 +20,12 @@ from typing import Any
 
 from torch import Tensor
 
+from smolcluster.comm.addresses import own_host
 from smolcluster.comm.elastic.membership.mailbox import DialRefused, Linked, Mailbox, Received, Unlinked
 from smolcluster.comm.elastic.membership.received_state import ReceivedState
 from smolcluster.comm.elastic.transport.api import Link, Transport
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.comm.elastic.transport.sockets import own_host
 from smolcluster.comm.group import Done, PeerLost, Work
 from smolcluster.errors import UserError
 
