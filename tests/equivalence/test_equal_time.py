@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.equivalence.test_diloco import assert_close, weights
-from tests.faults.elastic_history import Lines, assert_sound, commits, lines_of
+from tests.faults.elastic_history import Lines, assert_sound, commits, lines_of, wait_for_counted, wait_for_next_step
 from tests.tasks import Double
 from tests.world import ElasticWorld, run_elastic_world
 from torch import Tensor
@@ -128,6 +129,7 @@ def test_a_slow_machine_takes_fewer_steps(tmp_path: Path) -> None:
     assert others == [one, one]
 
 
+@pytest.mark.slow  # usually: tests/unit/engine/test_local_rounds.py
 def test_when_all_become_slower_rounds_are_short_until_that_is_the_usual_time(tmp_path: Path) -> None:
     """A deadline that nobody meets: the rounds count with the steps that were done."""
     environ = {"REST": "0.02,0.02", "LATER": "13", "RESTS": "10"}
@@ -137,6 +139,32 @@ def test_when_all_become_slower_rounds_are_short_until_that_is_the_usual_time(tm
     short = [number for number, steps in enumerate(longest) if steps < 6]
     assert short, "the deadline was met"
     assert max(longest[short[0] :]) >= 6, longest
+    assert world.summary["samples"] == BATCH * sum(sum(own.values()) for own in steps_of(lines_of(world)))
+
+
+@pytest.mark.slow
+def test_unlike_machines_come_and_die_and_come_back(tmp_path: Path) -> None:
+    """The slow one, then the coordinator, which asks all for their times: no sample is lost or counted twice."""
+    done = tmp_path / "done"
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(12)
+        killed = time.time()
+        world.kill(2)
+        wait_for_next_step(world, after=killed)
+        started = time.time()
+        world.start(2)
+        wait_for_counted(world, 2, after=started)
+        restarted = time.time()
+        world.restart("server")
+        for rank in range(3):
+            wait_for_counted(world, rank, after=restarted)
+        done.touch()
+
+    environ = {"REST": "0.3,0.3,1.2", "UNTIL": str(done)}
+    sets = {"training.steps": 600, "training.checkpoint_steps": 0}
+    world = train(tmp_path / "run", sets, workers=3, environ=environ, script=script)
+    assert_sound(world, steps=600)
     assert world.summary["samples"] == BATCH * sum(sum(own.values()) for own in steps_of(lines_of(world)))
 
 

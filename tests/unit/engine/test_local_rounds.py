@@ -6,10 +6,12 @@ import itertools
 import math
 import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from smolcluster.comm.elastic.membership.roster import Member
 from smolcluster.comm.elastic.membership.server_link import Lease
@@ -20,6 +22,7 @@ from smolcluster.compute.gate import FIRST_ROUNDS, UsualNorm
 from smolcluster.data.leases import Leases
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine.elastic.coordination.local_rounds import SLACK, LocalRounds
+from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import LeaseReader
 
 
@@ -230,6 +233,28 @@ def test_every_sample_of_a_round_that_ends_early_is_read_in_the_order_of_the_lea
     sampler = Sampler(1000, seed=1)
     assert read == [*sampler.indices(40, 4), *sampler.indices(100, 2)]
     assert np.unique(read).size == 6
+
+
+@pytest.mark.parametrize("repeats", [[0, 0], [0, 1]])
+def test_steps_of_one_number_draw_random_numbers_of_their_own(repeats: list[int]) -> None:
+    """A step that is computed again draws those of the first time."""
+    drawn: list[tuple[float, float]] = []
+    report = SimpleNamespace(samples=0, tokens=0)
+
+    def step(batch: Any) -> Any:
+        drawn.append((batch, float(torch.rand(1))))
+        return report
+
+    loop = cast(Any, object.__new__(Loop))
+    loop.strategy, loop._profiler, loop._config = SimpleNamespace(step=step), None, SimpleNamespace(seed=3)
+    loop.record = SimpleNamespace(meter=SimpleNamespace(add=lambda *_, **__: None), samples=0, tokens=0)
+    loop.context = SimpleNamespace(seat=SimpleNamespace(rank=1, shard=1, stream=None), device=torch.device("cpu"))
+    loop._read = lambda *_: float(torch.rand(1))
+    for repeat in repeats:
+        loop._reader = SimpleNamespace(repeat=repeat)
+        loop._step(7, np.empty(0))
+    (data, dropout), (later_data, later_dropout) = drawn
+    assert (data == later_data, dropout == later_dropout) == (repeats == [0, 0],) * 2
 
 
 # Outliers
