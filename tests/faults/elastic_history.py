@@ -7,6 +7,7 @@ import math
 import os
 import re
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,14 @@ def wait_for_counted(world: ElasticWorld, rank: int, *, after: float, within_s: 
         return any(part["rank"] == rank for line in later for part in line["contributors"])
 
     wait_for_history(world, counted, what=f"a gradient of rank {rank}", within_s=within_s)
+
+
+def start_and_wait(world: ElasticWorld, rank: int) -> float:
+    """Start this worker, and wait for a step that counts its gradient; when it was started."""
+    started = time.time()
+    world.start(rank)
+    wait_for_counted(world, rank, after=started)
+    return started
 
 
 def longest_pause(lines: Lines, *, since: float = 0.0, until: float = float("inf")) -> float:

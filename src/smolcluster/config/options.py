@@ -27,6 +27,11 @@ class Options(BaseModel):
     only_elastic: ClassVar[frozenset[str]] = frozenset()  # options without effect on the mesh plane
     only_mesh: ClassVar[frozenset[str]] = frozenset()  # and on the elastic plane
 
+    @property
+    def picks_preset(self) -> bool:
+        """Whether `preset` is picked by the measured link between machines when a run begins."""
+        return False
+
     @classmethod
     def on(cls, plane: str | None) -> Mapping[str, FieldInfo]:
         """Return the options that have an effect on this plane; None: on any."""
@@ -115,6 +120,11 @@ class RoundOptions(ExchangeOptions):
     def streaming(self) -> Streaming:
         return Streaming()
 
+    @property
+    def equal_time(self) -> bool:
+        """Whether the workers of a round take as many steps as each has time for, instead of equally many."""
+        return False
+
 
 class LocalStepOptions(RoundOptions):
     local_steps: Count = Field(10, description="local steps of a worker between two exchanges")
@@ -127,9 +137,20 @@ class LocalStepOptions(RoundOptions):
 # Options that are set override them.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "lan": {"codec": "int4", "outer_lr": 0.7, "outer_momentum": 0.9},
-    "wan": {"codec": "blocktopk", "codec_bits": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "wan": {
+        "codec": "blocktopk",
+        "codec_bits": 2,
+        "codec_k": 128,
+        "inner_steps": 15,
+        "outer_lr": 0.9,
+        "outer_momentum": 0.5,
+    },
 }
 _OF_OTHER_CODECS = frozenset({"codec_fraction", "codec_rank"})
+_IN_PLACE_OF_A_PRESET = frozenset({"preset", *CodecOptions.model_fields, "outer_lr", "outer_momentum", "nesterov"})
+
+
+INNER_STEPS = 30
 
 
 class DiLoCoOptions(RoundOptions):
@@ -137,10 +158,14 @@ class DiLoCoOptions(RoundOptions):
     only_mesh = _OF_OTHER_CODECS
     preset: Annotated[Literal["lan", "wan"], Lower] | None = Field(
         None,
-        description="lan: codec int4, outer Nesterov; wan: codec blocktopk with 2 bits, plain outer SGD of rate 1; "
-        "other options override it",
+        description="lan: codec int4; wan: codec blocktopk with 2 bits, codec_k 128, inner_steps 15, outer_lr 0.9, "
+        "outer_momentum 0.5; other options override it; null, without codec and outer options: picked by the measured link",
     )
-    inner_steps: Count = Field(30, description="local steps of a worker between two exchanges")
+    inner_steps: Count | Auto = Field(
+        INNER_STEPS,
+        description="local steps of a worker between two exchanges; auto (elastic plane): 30 for the usual machine, and for "
+        "others as many as take as long",
+    )
     outer_lr: Positive = Field(0.7, description="learning rate of the outer optimizer")
     outer_momentum: BelowOne = Field(0.9, description="momentum of the outer optimizer; 0: plain SGD")
     nesterov: bool = Field(True, description="Nesterov momentum in the outer optimizer")
@@ -164,6 +189,10 @@ class DiLoCoOptions(RoundOptions):
         preset = given.get("preset") if isinstance(given, dict) else None
         return {**PRESETS.get(preset.lower(), {}), **given} if isinstance(preset, str) else given
 
+    @property
+    def picks_preset(self) -> bool:
+        return not self.model_fields_set & _IN_PLACE_OF_A_PRESET
+
     @field_validator("codec")
     @classmethod
     def _codec(cls, codec: str) -> str:
@@ -174,15 +203,21 @@ class DiLoCoOptions(RoundOptions):
 
     @model_validator(mode="after")
     def _streaming(self) -> Self:
-        if self.inner_steps % self.fragments:
+        steps = self.steps_per_round
+        if steps % self.fragments:
+            raise ValueError(f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {steps}")
+        if self.overlap >= steps:
+            raise ValueError(f"strategy.overlap is {self.overlap}; it must be less than strategy.inner_steps, {steps}")
+        if self.overlap and self.equal_time:
             raise ValueError(
-                f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {self.inner_steps}"
-            )
-        if self.overlap >= self.inner_steps:
-            raise ValueError(
-                f"strategy.overlap is {self.overlap}; it must be less than strategy.inner_steps, {self.inner_steps}"
+                f"strategy.overlap is {self.overlap}, in steps that are equally long on no two machines with "
+                f"strategy.inner_steps auto; set inner_steps to a number, such as {INNER_STEPS}"
             )
         return self
+
+    @property
+    def equal_time(self) -> bool:
+        return self.inner_steps == "auto"
 
     @property
     def streaming(self) -> Streaming:
@@ -191,7 +226,7 @@ class DiLoCoOptions(RoundOptions):
 
     @property
     def steps_per_round(self) -> int:
-        return self.inner_steps
+        return INNER_STEPS if self.inner_steps == "auto" else self.inner_steps
 
     def without_effect(self) -> frozenset[str]:
         unused = {

@@ -45,8 +45,6 @@ def check_template(source: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled template."""
-
     def __init__(self, source: str) -> None:
         self._source = check_template(source)
 

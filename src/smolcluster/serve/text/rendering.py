@@ -11,7 +11,6 @@ limit. macOS has no such limit: there the parent measures a child that takes lon
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import functools
 import json
@@ -125,12 +124,11 @@ class _Process:
         return self._process.poll() is None
 
     def end(self) -> None:
+        from smolcluster.launch.local.processes import close_pipes
+
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        close_pipes(self._process)
 
 
 class _Pool:
