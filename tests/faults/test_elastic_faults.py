@@ -70,8 +70,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {"cluster.plane": "elastic", "strategy.fsdp_stage": 1}),
     "allreduce-2": ("allreduce", {"cluster.plane": "elastic", "strategy.staleness_bound": 2}),
     "diloco": ("diloco", {"cluster.plane": "elastic", "strategy.inner_steps": 2}),
+    "diloco-wan": ("diloco", {"cluster.plane": "elastic", "strategy.inner_steps": 5, "strategy.preset": "wan"}),
 }
-EVERY = pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce", "allreduce-2"])
+EVERY = pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce", "allreduce-2", "diloco", "diloco-wan"])
 
 
 def usually(*kinds: str) -> pytest.MarkDecorator:
@@ -79,7 +80,8 @@ def usually(*kinds: str) -> pytest.MarkDecorator:
     return pytest.mark.usual(when=lambda kind, **_: kind in kinds)
 
 
-MARGIN = {"syncps": 0.02, "edp": 0.03, "allreduce": 0.02, "allreduce-2": 0.02}
+# Of diloco two runs with kills ended at 0.21 and 0.28, and one without at 0.24: it matters which worker has which samples.
+MARGIN = dict.fromkeys(KINDS, 0.02) | {"edp": 0.03, "diloco": 0.05, "diloco-wan": 0.05}
 PACE = dict.fromkeys(range(4), 0.01)  # seconds a worker rests after a step: time for faults
 NEXT_STEP_S = 2.0  # from a death to the next committed step
 DETECTION_S = 2.05  # at most, from 1.75: somebody has fallen silent
@@ -143,7 +145,7 @@ def test_killed_workers_and_a_killed_server_cost_the_unfinished_step(
     assert_sound(world, steps=STEPS)
     lines = lines_of(world)
     lost = changes(lines, "left")
-    assert sum("closed" in line["reason"] or "broke" in line["reason"] for line in lost) >= 3, "no kill was noticed"
+    assert sum(line["reason"] != "it has left" for line in lost) >= 3, "a kill was not noticed"
     begun = [line for line in lines if line["kind"] == "begin"]
     assert len({line["server"] for line in begun}) == len(begun) == 4, "the server was not killed"
     assert max(pauses["worker"]) <= bound(lines, NEXT_STEP_S, steps=50), pauses
@@ -195,6 +197,34 @@ def test_a_killed_server_changes_no_bit_of_a_synchronous_run(
     assert len(world.server.lives) == 4
     assert sum(line["kind"] == "begin" for line in lines_of(world)) == 4, "the server was not killed"
     assert world.summary["weights_sha256"] == calm.summary["weights_sha256"]
+
+
+@pytest.mark.slow  # usually: test_coordinator.py
+@pytest.mark.parametrize("kind", ["allreduce", "fsdp", "diloco", "diloco-wan"])
+def test_a_worker_without_the_state_in_a_view_that_ends_computes_what_counts(tmp_path: Path, kind: str) -> None:
+    """A restarted coordinator leases samples to all. A member dies before the one without the state has used its lease."""
+    seen: dict[str, Any] = {}
+
+    def joined(lines: Lines) -> bool:
+        begun = max(number for number, line in enumerate(lines) if line["kind"] == "begin")
+        return {line["rank"] for line in changes(lines[begun:], "joined")} == {0, 1, 2}
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(10)
+        world.kill(2)
+        world.kill("server")
+        world.start(2)
+        world.start("server")
+        wait_for_history(world, joined, what="all to join the restarted server")
+        seen["newcomer"] = instance_of(world, 2)
+        world.kill(1)
+        wait_for_counted(world, 2, after=time.time())
+
+    world = run(kind, 3, tmp_path, {"training.steps": 60}, script=script, slow=dict.fromkeys(range(3), 0.1))
+    assert_sound(world, steps=60)
+    assert (world.workers[0].status, world.workers[2].status) == (0, 0), world.story()
+    mine = [part for line in commits(lines_of(world)) for part in line["contributors"] if part["rank"] == 2]
+    assert [part["instance"] for part in mine].count(seen["newcomer"]) >= 2
 
 
 @usually("allreduce")
@@ -427,7 +457,7 @@ def test_workers_join_in_the_middle_without_a_stall(tmp_path: Path, kind: str) -
     assert set(world.statuses.values()) == {0}
 
 
-@pytest.mark.usual(when=lambda kind, comes: kind != "allreduce" and not comes)
+@pytest.mark.usual(when=lambda kind, comes: kind not in ("allreduce", "diloco", "diloco-wan") and not comes)
 @EVERY
 @pytest.mark.parametrize("comes", [False, True], ids=["one dies", "one comes"])
 def test_an_epoch_ends_when_its_samples_have_counted(tmp_path: Path, kind: str, comes: bool) -> None:
@@ -658,7 +688,7 @@ def places(network: Network) -> dict[Who, tuple[str, str]]:
 
 
 @usually("allreduce")
-@pytest.mark.parametrize("kind", ["syncps", "allreduce", "allreduce-2"])
+@pytest.mark.parametrize("kind", ["syncps", "allreduce", "allreduce-2", "diloco-wan"])
 def test_a_cut_network_heals_and_only_one_side_commits(tmp_path: Path, kind: str, network: Network) -> None:
     """The link of a worker's host goes down, without a word to anybody; then that of the server's host."""
     seen: dict[str, float] = {}

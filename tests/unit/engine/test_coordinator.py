@@ -16,6 +16,7 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.membership.mailbox import Mailbox
 from smolcluster.comm.elastic.membership.roster import JoinRefused, Member, Roster
+from smolcluster.comm.elastic.membership.server_link import Lease
 from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.handshake import Peer
@@ -350,6 +351,69 @@ def test_a_newcomer_waits_for_the_rounds_that_are_under_way() -> None:
     run.join(1)
     view = run.links[1].last(Kind.VIEW).meta
     assert (view["rounds"], view["idle"], run.links[1].count(Kind.LEASE)) == ([3, 6], [1], 0)
+
+
+def test_a_lease_of_a_view_that_ends_before_its_holder_has_the_state_returns() -> None:
+    """Else its samples would count without a gradient, and it would compute a round that is over."""
+    run = Run(whole=True, committed=3, has=False)
+    run.knock(0, updates=3, held=[])
+    run.knock(1, updates=3, held=[])
+    run.knock(2, updates=0, held=[])
+    while len(run.roster.newcomers) < 3:
+        run.roster.get(0)
+    run.go_on()
+    assert run.links[2].last(Kind.LEASE).meta["leases"][0]["step"] == 4
+    run.leave(1)
+    run.go_on()
+    assert run.links[2].last(Kind.VIEW).meta["idle"] == [2]
+    run.commit(4)
+    assert [part["rank"] for part in run.commits[-1].contributors] == [0]
+    assert [lease["step"] for lease in run.links[2].last(Kind.COMMIT).meta["leases"]] == [5]
+    run.commit(5)
+    assert [part["rank"] for part in run.commits[-1].contributors] == [0, 2]
+
+
+def test_a_member_without_the_state_gets_a_lease_when_all_that_had_it_are_gone() -> None:
+    run = Run(whole=True, committed=3, has=False)
+    run.knock(0, updates=3, held=[])
+    run.knock(2, updates=0, held=[])
+    while len(run.roster.newcomers) < 2:
+        run.roster.get(0)
+    run.go_on()
+    run.knock(1, updates=3, held=[])
+    while not run.roster.newcomers:
+        run.roster.get(0)
+    run.leave(0)
+    run.go_on()
+    view = run.links[2].last(Kind.VIEW)
+    assert view.meta["donations"] == {"2": 1}
+    for rank in (1, 2):
+        lease = run.links[rank].last(Kind.LEASE)
+        assert (lease.epoch, lease.meta["leases"][0]["step"]) == (view.epoch, 4)
+    run.commit(4)
+    assert [part["rank"] for part in run.commits[-1].contributors] == [1, 2]
+
+
+def test_an_idle_worker_drops_the_leases_of_earlier_views() -> None:
+    """The server has taken them back: it would compute a round that others have committed."""
+    leases = deque([Lease(4, ((8, 4),))])
+    worker = SimpleNamespace(
+        context=SimpleNamespace(seat=SimpleNamespace(rank=2)),
+        flights=deque(),
+        num_slots=1,
+        slot_of=lambda step: 0,
+        combination=SimpleNamespace(formed=lambda *_: None, again=lambda *_, **__: None),
+        _keys={},
+        _peers=SimpleNamespace(form=lambda *_: None),
+        _is_over=lambda view: False,
+        _receive_state=lambda view: True,
+        _link=SimpleNamespace(leases=leases),
+    )
+    meta = {"donations": {"2": 0}, "established": [], "idle": [2], "rounds": [4], "left_out": {}}
+    view = Message(kind=Kind.VIEW, step=3, epoch=6, meta=meta | {"view": View(6, 3, ()).to_meta()})
+    ElasticRounds._regroup(cast(ElasticRounds, worker), view)
+    assert not leases
+    assert [flight.step for flight in worker.flights] == [4]
 
 
 @pytest.mark.parametrize(

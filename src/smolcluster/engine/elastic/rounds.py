@@ -341,7 +341,8 @@ class ElasticRounds(Rounds, MemberSide):
             return  # superseded by the next view
         self._settled = True
         if me in meta["idle"]:
-            # The others have computed these steps or hold their leases.
+            # The others have computed these steps or hold their leases; those of an earlier view have returned.
+            self._link.leases.clear()
             coming = [int(step) for step in meta["rounds"]][: self.num_slots]
             self.flights = deque(Contribution(step, self.slot_of(step)) for step in coming)
         carried, self._late = self._count_late(meta), []

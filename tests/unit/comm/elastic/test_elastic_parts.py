@@ -174,7 +174,7 @@ def test_a_member_and_its_buddy_are_too_much_to_lose() -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 10**6])
-@pytest.mark.parametrize("codec", ["fp32", "int8", "topk", "powersgd"])
+@pytest.mark.parametrize("codec", ["fp32", "int8", "topk", "powersgd", "blocktopk"])
 def test_parcels_come_back(codec: str, bucket_bytes: int) -> None:
     layout = [("a", (8, 4)), ("b", (3,)), ("c", ()), ("d", (5, 5))]
     tensors = {name: torch.randn(shape) for name, shape in layout}

@@ -195,9 +195,14 @@ class Coordinator(HoldsState):
         members = roster.in_order()
         self._view_instances = {member.instance for member in members}
         new = self._view_instances - before | {member.instance for member in newcomers}
+        for member in members:
+            if member.rank in self._without_state:  # its leases are of a view that ended before it had the state
+                self.server_context.leases.give_back(member.instance)
         if staying and not self._has_leases(staying):
             self._regrant(staying)
-            staying, newcomers = [], members
+            staying = []
+        if not staying:
+            newcomers = members
 
         # Members that stay have computed the next rounds or hold their leases; newcomers contribute nothing to these.
         stay = {member.rank for member in staying}
