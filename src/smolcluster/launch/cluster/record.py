@@ -18,11 +18,11 @@ from smolcluster.durable_files import atomic_write_text
 from smolcluster.errors import UserError, unknown_name
 
 
-def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
+def state_folder() -> Path:
     if sys.platform == "win32":
-        base = Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     else:
-        base = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return base / "smolcluster" / "clusters"
 
 
