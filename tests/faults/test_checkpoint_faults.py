@@ -633,7 +633,6 @@ def test_damage_falls_back_to_the_previous_one_loudly(
             file.unlink(missing_ok=True)
         caplog.clear()
         loaded = two.load_latest()
-        assert loaded is not None
         assert loaded[0].name == "step-00000100"
         assert_same(loaded[1], snapshot_of(100))
         (record,) = caplog.records

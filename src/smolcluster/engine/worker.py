@@ -9,12 +9,14 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
+from smolcluster.comm.link_speed import measure_link
 from smolcluster.comm.mesh.backends import check_backend
 from smolcluster.comm.mesh.liveness import LivenessMonitor
 from smolcluster.comm.mesh.rendezvous import RankPlace, connect
@@ -46,6 +48,7 @@ from smolcluster.engine.checks import (
     identify_task,
 )
 from smolcluster.engine.identity import must_agree
+from smolcluster.engine.link_preset import LinkPick, on_one_machine, pick_preset, recorded_pick
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import StreamReader
 from smolcluster.engine.record import RunRecord
@@ -82,6 +85,7 @@ class Worker(Role):
         self._connect()
         if self.resuming:
             self._find()
+        self._pick_preset()
         self._build()
         if self.resuming:
             self._resume()
@@ -223,6 +227,22 @@ class Worker(Role):
         if "problem" in head:
             raise UserError(head["problem"])
         self.head = head
+
+    def _pick_preset(self) -> None:
+        """Pick the preset by the measured link, where the options leave it open; keep that of a run that is resumed."""
+        if not self.options.picks_preset:
+            return
+        found = None
+        if self.lead and self.resuming:
+            found = recorded_pick(self.run_dir, self.spec.resume)
+        found = gather_json(self.group, None if found is None else asdict(found))[0]
+        if found is not None:
+            pick = LinkPick(**found)
+        elif all(gather_json(self.group, on_one_machine(self.spec))):
+            pick = pick_preset(None)
+        else:
+            pick = pick_preset(measure_link(self.group))
+        self._use_preset(pick, lead=self.lead)
 
     def _last_step(self) -> int:
         training, samples, batch = self.config.training, len(self.train_data), sum(self.counts)

@@ -233,7 +233,7 @@ def start_worker(root, me, count, mode="build"):
 
 def test_processes_that_start_together_build_once(tmp_path):
     workers = [start_worker(tmp_path, i, 3) for i in range(3)]
-    outputs = [w.communicate(timeout=60)[0].strip() for w in workers]
+    outputs = [w.communicate(timeout=300)[0].strip() for w in workers]
     assert [w.returncode for w in workers] == [0, 0, 0]
     assert outputs == ["half of the text"] * 3
     assert len(list(tmp_path.glob("built-by-*"))) == 1
@@ -242,13 +242,13 @@ def test_processes_that_start_together_build_once(tmp_path):
 
 def test_a_killed_builder_is_replaced_at_once(tmp_path):
     dead = start_worker(tmp_path, "dead", 1, "die")
-    dead.communicate(timeout=60)
+    dead.communicate(timeout=300)
     assert dead.returncode == 9
     assert list((tmp_path / "tokens").glob("*.lock"))
     (left_over,) = (tmp_path / "tokens").glob("*.tmp")
     os.utime(left_over, (0, 0))
     heir = start_worker(tmp_path, "heir", 1)
-    assert heir.communicate(timeout=30)[0].strip() == "half of the text"
+    assert heir.communicate(timeout=300)[0].strip() == "half of the text"
     assert sorted(p.suffix for p in (tmp_path / "tokens").iterdir()) == [".bin", ".json"]
 
 
@@ -629,4 +629,4 @@ def test_mnist_that_is_not_there(data, tmp_path):
 def test_names_can_be_had_without_torch():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     code = "import sys, smolcluster.data, smolcluster.data.sources; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=300)

@@ -119,7 +119,7 @@ def test_notes_do_not_pile_up(tmp_path: Path) -> None:
                 for rank, store in enumerate((lead, other))
             ]
             for saving in saved:
-                saving.result(timeout=60)
+                saving.result(timeout=300)
     assert set(notes._notes) == {"3/folder", "3/end"}
 
 
@@ -150,9 +150,9 @@ def test_parts_that_leave_a_hole_are_not_called_saved(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         saving = [pool.submit(lead.save, snapshot_of(0, ranks=2)), pool.submit(other.save, short)]
         with pytest.raises(DamagedCheckpoint, match=r"do not contain 'a.weight' \(7, 4\) exactly once"):
-            saving[0].result(timeout=60)
+            saving[0].result(timeout=300)
         with pytest.raises(OSError, match="exactly once"):
-            saving[1].result(timeout=60)
+            saving[1].result(timeout=300)
     assert not CheckpointStore(tmp_path, keep=2).list()
 
 
@@ -171,7 +171,7 @@ def test_a_rank_that_leaves_ends_the_wait(tmp_path: Path) -> None:
         notes.read("1/folder", within_s=60.0)
         notes.close()
         with pytest.raises(OSError, match="rank 1 did not save its part"):
-            saving.result(timeout=60.0)
+            saving.result(timeout=300)
     assert CheckpointStore(tmp_path, keep=2).list() == []
 
 
@@ -338,4 +338,4 @@ def test_notes_travel_through_a_store() -> None:
         waiting = pool.submit(one.read, "never", within_s=600.0)
         one.close()
         with pytest.raises(PeerLost, match="leaving"):
-            waiting.result(timeout=60.0)
+            waiting.result(timeout=300)

@@ -249,16 +249,8 @@ def test_fused_rows_are_dealt_out_section_by_section() -> None:
     fusions = Fusions({"blocks.*.qkv": (4, 2, 2)}, 2)
     whole = torch.arange(8.0)[:, None].repeat(1, 3)
     arranged = fusions.arranged("blocks.7.qkv.weight", whole)
-    assert arranged[:, 0].tolist() == [
-        0,
-        1,
-        4,
-        6,
-        2,
-        3,
-        5,
-        7,
-    ]  # the first rank's queries, keys, values; then the second's
+    # The first rank's queries, keys, values; then the second's.
+    assert arranged[:, 0].tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
     assert torch.equal(fusions.restored("blocks.7.qkv.weight", arranged), whole)
     assert torch.equal(fusions.arranged("blocks.7.out.weight", whole), whole)
     counter = torch.tensor(3.0)

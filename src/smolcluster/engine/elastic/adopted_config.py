@@ -122,7 +122,10 @@ def adopt(
     """
     if own is not None:
         first_is = f"the server at {server}"
-        check_same_config(dict(theirs), public_dict(own), rank=rank, own=OWN_TO_A_MEMBER, first_is=first_is)
+        # The server picks a preset from the measured link.
+        picked = {"strategy.preset"} if getattr(own.strategy, "preset", None) is None else set()
+        own_keys = OWN_TO_A_MEMBER | picked
+        check_same_config(dict(theirs), public_dict(own), rank=rank, own=own_keys, first_is=first_is)
     plain = (own or Config.model_validate({})).model_dump(mode="json")
     for key in FROM_SERVER:
         section, _, name = key.partition(".")

@@ -11,6 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from smolcluster.comm.elastic.membership.link_probe import bytes_asked
 from smolcluster.comm.elastic.membership.server_link import ServerLink, Stopped
 from smolcluster.comm.elastic.transport.messages import Kind
 from smolcluster.comm.elastic.transport.security import check_dial, load_keyring
@@ -79,6 +82,8 @@ class ElasticWorker(Role):
         plan: ServerPlan | None = None
         while plan is None:
             message = self.server_link.get()
+            if message is not None and message.kind is Kind.ASK and (wanted := bytes_asked(message)):
+                self.server_link.send(Kind.STATE, payload=torch.zeros(wanted, dtype=torch.uint8))
             if message is not None and message.kind is Kind.PLAN:
                 try:
                     plan = read_plan(message.meta)
@@ -150,6 +155,8 @@ class ElasticWorker(Role):
 
     def _keep_own(self, *, now: bool = False) -> None:
         """Save own state (error feedback) after the rounds where the server saves."""
+        if self.reader.in_round and not now:
+            return
         every, updates = self.config.training.checkpoint_steps or self.total_steps + 1, self.strategy.replica.updates
         if (
             self.own is not None

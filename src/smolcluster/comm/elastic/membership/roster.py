@@ -1,6 +1,6 @@
 """The server's roster: the members of a run.
 
-    ASK   -> PLAN                      any authenticated peer may ask for the plan
+    ASK   -> PLAN                      any authenticated peer may ask for the plan; its link may be measured first
     JOIN  -> validated                 a newcomer, until the strategy welcomes it at a step boundary
     link lost or closed                the member is removed, and its lease returns
     link silent                        the member is paused: as removed, but its link is kept; a newcomer when it answers again
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from smolcluster.comm.elastic.membership.link_probe import LinkProbe
 from smolcluster.comm.elastic.membership.mailbox import Linked, Mailbox, Received, Unlinked
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON, printable
@@ -126,11 +127,17 @@ class Roster:
         self.epoch = epoch
         self.joined = self.lost = 0
         self.refused: Counter[str] = Counter()  # by peer name
-        self._mailbox, self._plan, self._admit = mailbox, plan, admit
+        self.clipped: Counter[str] = Counter()  # contributions, by peer name
+        self.plan = plan
+        self.probe: LinkProbe | None = None  # measures the links of workers before they get the plan
+        self.on_speed: Callable[[float], None] = lambda _: None  # receives the Mbit/s, and may change the plan
+        self._mailbox, self._admit = mailbox, admit
         self.expect, self.allow, self.release = mailbox.expect, mailbox.allow, mailbox.release
+        self.most_of = mailbox.most_of
         self._on_event, self._on_change = on_event, on_change
         self._links: set[Link] = set()
-        self._answered: set[Link] = set()  # have received the plan
+        self._answered: set[Link] = set()  # have asked for the plan
+        self._measured_late: set[Link] = set()  # have been asked for bytes that are of no use any more
         self._news: deque[MemberGone] = deque()
         self._unlooked, self._looked = 0, time.monotonic()  # events since the last check for silent members; its time
 
@@ -146,6 +153,7 @@ class Roster:
         if self._news:
             return self._news.popleft()
         self._pause_silent()
+        self._end_probe()
         if self._news:
             return self._news.popleft()
         event = self._mailbox.get(timeout_s)
@@ -171,7 +179,11 @@ class Roster:
                 self.refuse(link, "sent ASK more than once")
             case Kind.ASK:
                 self._answered.add(link)
-                link.send(Message(kind=Kind.PLAN, meta=dict(self._plan)))
+                self._answer(link)
+            case Kind.STATE if self.probe is not None and self.probe.took(link, message):
+                pass
+            case Kind.STATE if link in self._measured_late:
+                self._measured_late.discard(link)
             case Kind.JOIN:
                 self._join(link, message.meta)
             case Kind.EVENT | Kind.REPORT if member is not None:
@@ -185,6 +197,20 @@ class Roster:
             case _:
                 self.refuse(link, f"{message.kind.name} before it has joined")
         return None
+
+    def _answer(self, link: Link) -> None:
+        if self.probe is None:
+            link.send(Message(kind=Kind.PLAN, meta=dict(self.plan)))
+        else:
+            self.probe.begin(link)
+
+    def _end_probe(self) -> None:
+        """Send the plan to the workers that wait for it, when enough links are measured."""
+        if self.probe is not None and (speed := self.probe.speed) is not None:
+            waiting, self._measured_late, self.probe = self.probe.links, self.probe.measuring, None
+            self.on_speed(speed)
+            for link in waiting:
+                self._answer(link)
 
     def _join(self, link: Link, meta: Mapping[str, Any]) -> None:
         peer = link.peer
@@ -223,6 +249,9 @@ class Roster:
         """Ignore further messages of this link."""
         self._links.discard(link)
         self._answered.discard(link)
+        self._measured_late.discard(link)
+        if self.probe is not None:
+            self.probe.forget(link)
 
     # Changing the members; the strategy decides when
 
