@@ -105,9 +105,7 @@ def lower_priority() -> None:
 _background: list[subprocess.Popen[bytes]] = []
 
 
-def start_in_background(
-    folder: Path, run_dir: Path, port: int | None = None, *, bind: str = "127.0.0.1", token: str | None = None
-) -> str:
+def start_in_background(folder: Path, run_dir: Path, port: int | None = None) -> str:
     """Serve the runs of `folder` from a child process, with `run_dir` shown first. Returns its address.
 
     The child has a low priority and ends with this process, also when that is killed.
@@ -115,7 +113,7 @@ def start_in_background(
     with needed():
         import starlette  # noqa: F401 - missing packages are reported here, not by the child
         import uvicorn  # noqa: F401
-    config = {"folder": str(folder.resolve()), "run": run_dir.name, "port": port, "bind": bind, "token": token}
+    config = {"folder": str(folder.resolve()), "run": run_dir.name, "port": port}
     process = subprocess.Popen(
         [sys.executable, "-m", "smolcluster.dashboard"],
         stdin=subprocess.PIPE,

@@ -18,7 +18,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from pathlib import Path
 from smolcluster.comm.addresses import dial_address, is_loopback
 from smolcluster.durable_files import write_private_text
 from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.folders import user_folder
 
 PROJECT = "smolcluster-logs"
 READY_S = 180.0  # after the images are pulled
@@ -67,13 +67,7 @@ class Stack:
 
 def data_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the default folder for the files."""
-    if sys.platform == "win32":
-        base = Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Application Support"
-    else:
-        base = Path(environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    return base / "smolcluster" / "logging"
+    return user_folder("data", environ) / "logging"
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from smolcluster.comm.addresses import join_address, reach, split_address
 from smolcluster.comm.elastic.transport import connection, frames, payloads, sockets, tcp
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.elastic.transport.connection import TcpLink
-from smolcluster.comm.elastic.transport.handshake import NOT_A_MEMBER, Handshake, Refusal, describe, read_peer
+from smolcluster.comm.elastic.transport.handshake import NOT_A_MEMBER, Handshake, Refusal, read_peer
 from smolcluster.comm.elastic.transport.security import Credentials, Keyring, new_token, open_credentials
 from smolcluster.comm.elastic.transport.sockets import INSTEAD_OF_BBR, set_options
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
@@ -836,7 +836,7 @@ class TestHandshake:
         """Whoever sends our own words back to us proves nothing."""
         server = self.server()
         (answer,) = server.handle(
-            Message(kind=Kind.HELLO, meta={"nonce": "00" * 32, **describe(make_peer())}), cluster=bytes(8)
+            Message(kind=Kind.HELLO, meta={"nonce": "00" * 32, **dataclasses.asdict(make_peer())}), cluster=bytes(8)
         )
         nonce = bytes.fromhex(answer.meta["nonce"])
         reflected = open_credentials().prove("server", mine=nonce, theirs=bytes(32))
@@ -869,7 +869,7 @@ class TestHandshake:
         ids=str,
     )  # fmt: skip
     def test_nothing_in_a_hello_is_believed(self, change: dict[str, Any]) -> None:
-        meta = describe(make_peer())
+        meta = dataclasses.asdict(make_peer())
         assert read_peer(meta).role == "worker"
         with pytest.raises(Refusal):
             read_peer({**meta, **change})
@@ -880,7 +880,7 @@ class TestHandshake:
     def test_nonces(self, nonce: Any) -> None:
         with pytest.raises(Refusal, match="nonce must be 64 hex digits"):
             self.server().handle(
-                Message(kind=Kind.HELLO, meta={**describe(make_peer()), "nonce": nonce}), cluster=bytes(8)
+                Message(kind=Kind.HELLO, meta={**dataclasses.asdict(make_peer()), "nonce": nonce}), cluster=bytes(8)
             )
 
 

@@ -16,14 +16,11 @@ from typing import Any
 
 from smolcluster.durable_files import atomic_write_text
 from smolcluster.errors import UserError, unknown_name
+from smolcluster.folders import user_folder
 
 
-def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    if sys.platform == "win32":
-        base = Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return base / "smolcluster" / "clusters"
+def state_folder() -> Path:
+    return user_folder("state") / "clusters"
 
 
 @contextlib.contextmanager

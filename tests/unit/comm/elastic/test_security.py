@@ -483,10 +483,10 @@ def test_a_variable_may_hold_several_tokens() -> None:
 def test_the_file_is_in_the_users_configuration_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert token_file({"SMOLCLUSTER_TOKEN_FILE": str(tmp_path / "x")}).path == tmp_path / "x"
-    monkeypatch.setattr(security.sys, "platform", "linux")
+    monkeypatch.setattr(sys, "platform", "linux")
     assert token_file({}).path == tmp_path / ".config" / "smolcluster" / "token"
     assert token_file({"XDG_CONFIG_HOME": str(tmp_path / "c")}).path == tmp_path / "c" / "smolcluster" / "token"
-    monkeypatch.setattr(security.sys, "platform", "win32")
+    monkeypatch.setattr(sys, "platform", "win32")
     assert token_file({}).path == tmp_path / "AppData" / "Roaming" / "smolcluster" / "token"
     assert token_file({"APPDATA": str(tmp_path / "r")}).path == tmp_path / "r" / "smolcluster" / "token"
 
