@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -906,6 +907,55 @@ class SlowDoubleGPT(_Slow, DoubleGPT):
 
 class SlowTiny(_Slow, Tiny):
     """A few hundred numbers."""
+
+
+class Unlike(Double):
+    """Machines of unlike speed, where the usual one takes 6 steps in a round.
+
+    REST            seconds that each rank rests in a training step
+    LATER, RESTS    from that training batch on it rests so many times as long
+    TIMES           instead of what is measured, the coordinator takes these seconds per step, and nobody is late
+    WEIGHTS         a folder for a line of each worker after each round, with a hash of its weights
+    """
+
+    quick_check = False  # a server has no time to rest
+    calls = 0
+
+    def __init__(self, config: Any) -> None:
+        from smolcluster.config import options
+        from smolcluster.engine.elastic.coordination import local_rounds
+        from smolcluster.strategies.base.local_steps import LocalSteps
+
+        super().__init__(config)
+        options.INNER_STEPS = 6
+        if "TIMES" in os.environ:
+            times = [float(seconds) for seconds in os.environ["TIMES"].split(",")]
+            local_rounds.SLACK = 1e9
+            local_rounds.LocalRounds._time_of = lambda _, member: times[member.rank]  # type: ignore[method-assign]
+        if "WEIGHTS" in os.environ:
+            LocalSteps.apply = _told(LocalSteps.apply)  # type: ignore[method-assign]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if model.training and "REST" in os.environ:
+            self.calls += 1
+            later = self.calls >= int(os.environ.get("LATER", 10**9))
+            rest_s = float(os.environ["REST"].split(",")[int(os.environ["TEST_RANK"])])
+            time.sleep(rest_s * (float(os.environ["RESTS"]) if later else 1.0))
+        return super().loss(model, batch)
+
+
+def _told(apply: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Apply the result of a round, and write down the weights."""
+
+    def applied(strategy: Any, result: Any) -> None:
+        from smolcluster.engine.checkpoint.safetensors_writer import weights_sha256
+
+        apply(strategy, result)
+        said = f"{result.step} {weights_sha256(strategy.state('weights').weights)}\n"
+        with Path(os.environ["WEIGHTS"], os.environ["TEST_RANK"]).open("a") as file:
+            file.write(said)
+
+    return applied
 
 
 def another_size(*args: Any, **kwargs: Any) -> dict[str, str]:

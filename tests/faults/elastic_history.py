@@ -95,7 +95,7 @@ def longest_pause(lines: Lines, *, since: float = 0.0, until: float = float("inf
 def bound(lines: Lines, seconds: float, *, steps: int) -> float:
     """How long something may take: `seconds`, or `steps` of this run where the machine is so slow that they take longer.
 
-    Held by `make test-all` alone, on a quiet machine. `tools/chaos.py` measures the same.
+    Held by `make test-all` alone, on a quiet machine. `tools/chaos` measures the same.
     """
     if os.environ.get("TEST_TIMES") != "1":
         return math.inf

@@ -25,7 +25,8 @@ import torch
 
 from smolcluster.durable_files import Files, OutputFile, atomic_write_text
 from smolcluster.engine.checkpoint.async_saver import Saver
-from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot, folder_name, verify
+from smolcluster.engine.checkpoint.snapshot import Snapshot, verify
+from smolcluster.engine.checkpoint.store import CheckpointStore, folder_name
 from smolcluster.errors import DamagedCheckpoint
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 

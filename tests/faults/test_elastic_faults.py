@@ -2,7 +2,7 @@
 
 Each test scripts one kind of fault over real processes, sees that it happened, and holds the run's history against the rules
 of `engine/elastic/history.py`: no committed step lost or doubled, no sample lost or counted twice, no gradient of a stranger.
-Where every worker has the whole model, all must end with the same bits. `tools/chaos.py` has the long forms.
+Where every worker has the whole model, all must end with the same bits. `tools/chaos` has the long forms.
 
 Loss: on handwritten digits, from 2.30 at the start to about 0.17, a run with faults ends within 0.02 of a clean one (edp, whose
 steps depend on who is faster, 0.03). A fault changes which samples meet in a step, and how many: ten seeds of a clean run lie
@@ -42,8 +42,10 @@ from tests.faults.elastic_history import (
 )
 from tests.places import separate_hosts
 from tests.world import PROMPT, ElasticWorld, Who, _begin_run, run_elastic_world
-from tools import chaos
 from tools.abuse import training as abuse
+from tools.chaos.__main__ import main as chaos_main
+from tools.chaos.plan import ALLOWED, RESTART_S, Fault, Plan, schedule
+from tools.chaos.world import run as run_chaos
 
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import load_config, resolve
@@ -502,6 +504,32 @@ def test_absurd_gradients_are_refused_and_harm_nobody(
     assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
+@pytest.mark.usual(when=lambda codec: codec == "int8")
+@pytest.mark.parametrize("codec", ["fp32", "int8", "blocktopk"])
+def test_absurd_pseudo_gradients_are_clipped_and_harm_nobody(tmp_path: Path, codec: str) -> None:
+    """What one of three learns is a million times too large, again and again. Its error feedback keeps nothing of it."""
+    config = {
+        "strategy.codec": codec,
+        "training.steps": 80,
+        "training.optimizer": "sgd",
+        "training.momentum": 0.0,
+        "training.learning_rate": 0.2,
+        "training.grad_clip_norm": 0.0,
+    }
+    clean = run("diloco", 3, tmp_path / "clean", config, slow={})
+    calls = (30, 40, 50, 60)
+    environ = {"SPOIL": ",".join(f"1:{call}:1e6" for call in calls)}
+    world = run("diloco", 3, tmp_path / "spoiled", config, task="Spoiled", environ=environ, slow={})
+    assert_sound(world, steps=80)
+    said = [notice for notice in world.server.notices() if "is clipped: its norm is" in notice]
+    assert [int(re.findall(r"for step (\d+)", notice)[0]) for notice in said] == list(calls)
+    assert all(notice.startswith("the pseudo-gradient of worker 1 (testhost) for step ") for notice in said)
+    assert world.summary["clipped"] == {"worker 1 (testhost)": len(calls)}
+    assert world.summary["refused"] == {}
+    assert clean.summary["clipped"] == {}
+    assert world.summary["val_loss"] <= clean.summary["val_loss"] + 0.02
+
+
 @usually("edp", "allreduce")
 @pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce", "allreduce-2"])
 def test_what_a_codec_left_out_of_a_refused_gradient_does_not_come_later(tmp_path: Path, kind: str) -> None:
@@ -714,16 +742,16 @@ def _members(lines: Lines) -> set[str]:
 
 
 def test_chaos_schedules_follow_from_the_seed() -> None:
-    def faults(seed: int) -> list[chaos.Fault]:
-        return chaos.schedule(seed, seconds=600, period_s=20, workers=4, kinds=list(chaos.ALLOWED))
+    def faults(seed: int) -> list[Fault]:
+        return schedule(seed, seconds=600, period_s=20, workers=4, kinds=list(ALLOWED))
 
     assert faults(7) == faults(7)
     assert faults(7) != faults(8)
     assert len(faults(7)) == 30
-    assert {sum(fault.kind == kind for fault in faults(7)) for kind in chaos.ALLOWED} <= {3, 4}
+    assert {sum(fault.kind == kind for fault in faults(7)) for kind in ALLOWED} <= {3, 4}
     assert {fault.worker for fault in faults(7)} == {0, 1, 2, 3}
     gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(faults(7))]
-    assert min(gaps) > 8 + 1 + chaos.RESTART_S, "a fault could meet another that is not over"
+    assert min(gaps) > 8 + 1 + RESTART_S, "a fault could meet another that is not over"
 
 
 def test_chaos_and_abuse_keep_the_time_limits_of_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -735,7 +763,7 @@ def test_chaos_and_abuse_keep_the_time_limits_of_the_product(tmp_path: Path, mon
 
     monkeypatch.setattr("tests.world._begin_run", begin)
     with pytest.raises(InterruptedError):
-        chaos.run("syncps", tmp_path / "chaos", workers=2, steps=5, staleness_bound=0, network=None)
+        run_chaos("syncps", tmp_path / "chaos", workers=2, steps=5, staleness_bound=0, network=None)
     with pytest.raises(InterruptedError):
         abuse.attack("syncps", tmp_path / "abuse", attacks=(), frames_each=1, seed=1)
     fresh = resolve(load_config([], sets={"strategy.name": "syncps"}))
@@ -761,13 +789,13 @@ def test_chaos_in_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "0.5",
     )
     first = ("--strategy", "allreduce", "--faults", "kill,freeze,server", "--seed", "3", "--out", str(tmp_path))
-    status = chaos.main([*first, *short])
+    status = chaos_main([*first, *short])
     shown = capsys.readouterr().out
     assert status == 0, shown
     assert "seed 3" in shown
     assert "all rules kept" in shown
     written = json.loads((tmp_path / "chaos-allreduce-3.json").read_text())
     assert len(written["faults"]) >= 2, "nothing was killed"
-    plan = chaos.Plan.read(tmp_path / "chaos-allreduce-3.json")
+    plan = Plan.read(tmp_path / "chaos-allreduce-3.json")
     assert asdict(plan) == written["plan"], "--replay would do something else"
     assert len(plan.faults) == 3

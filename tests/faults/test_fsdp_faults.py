@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from tests.faults.elastic_history import assert_sound, changes, lines_of
 from tests.world import ElasticWorld, run_elastic_world, run_world
 
-from smolcluster.engine.checkpoint.store import CheckpointStore, read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
+from smolcluster.engine.checkpoint.store import CheckpointStore
 
 CONFIG: dict[str, Any] = {
     "training.steps": 60,

@@ -25,13 +25,13 @@ import torch
 from tests.places import eventually
 from torch import Tensor
 
+from smolcluster.comm.addresses import split_address
 from smolcluster.comm.elastic.transport import frames, payloads
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer
 from smolcluster.comm.elastic.transport.connection import TcpLink
 from smolcluster.comm.elastic.transport.handshake import Handshake
 from smolcluster.comm.elastic.transport.parser import Parser
 from smolcluster.comm.elastic.transport.security import Keyring, new_token, open_credentials
-from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 
 COUNT = int(os.environ.get("SMOLCLUSTER_FUZZ_FRAMES", "2500"))

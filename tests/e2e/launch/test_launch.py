@@ -241,7 +241,9 @@ def test_the_second_interrupt_ends_even_a_worker_that_hangs(smol: Smol, folder: 
     workers = running.workers(2)
     running.until(lambda: (folder / "stuck").exists(), what="the worker to hang")
     running.process.send_signal(signal.SIGINT)
-    running.until(lambda: "once more to stop at once" in running.output, what="the answer to the first interrupt")
+    running.until(
+        lambda: "press Ctrl-C again to exit at once" in running.output, what="the answer to the first interrupt"
+    )
     assert all(worker.alive() for worker in workers)
     running.process.send_signal(signal.SIGINT)
     ended = running.end(within_s=30)
@@ -283,7 +285,7 @@ def test_a_rank_that_waits_for_the_others_can_be_interrupted(smol: Smol, folder:
     running.process.send_signal(signal.SIGINT)  # enough until it waits in the backend; then a second one is needed
 
     def answered() -> bool:
-        return "once more to stop at once" in running.output or running.process.poll() is not None
+        return "press Ctrl-C again to exit at once" in running.output or running.process.poll() is not None
 
     eventually(answered, what="the answer to the first interrupt")
     running.process.send_signal(signal.SIGINT)

@@ -149,7 +149,7 @@ def test_samples_add_up_after_a_change_of_workers(tmp_path: Path) -> None:
     assert two.summary["samples"] == 3 * 15 + 3 * 16
     assert two.summary["steps"] == 6
     told = [e.message for e in two.ranks[0].events if type(e).__name__ == "Notice"]
-    assert "a step reads 16 samples, and before the checkpoint it read 15" in told
+    assert "the global batch is 16 samples; it was 15 before the checkpoint" in told
 
 
 def test_an_impossible_port_in_the_environment(smol: Smol, tmp_path: Path) -> None:

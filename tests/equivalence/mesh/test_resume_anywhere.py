@@ -15,7 +15,7 @@ import pytest
 from tests.equivalence.same_run import COMMON, GPT, weights
 from tests.world import World, run_world
 
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 
 HALF, ALL = 3, 6
 CONFIG = COMMON | GPT | {"model.num_layers": 4, "training.steps": ALL, "training.checkpoint_steps": HALF}

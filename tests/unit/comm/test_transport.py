@@ -20,13 +20,13 @@ from tests.places import eventually, free_port
 from tools.memory_transport import Switchboard
 from torch import Tensor
 
-from smolcluster.comm.addresses import reach
+from smolcluster.comm.addresses import join_address, reach, split_address
 from smolcluster.comm.elastic.transport import connection, frames, payloads, sockets, tcp
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.elastic.transport.connection import TcpLink
 from smolcluster.comm.elastic.transport.handshake import NOT_A_MEMBER, Handshake, Refusal, describe, read_peer
 from smolcluster.comm.elastic.transport.security import Credentials, Keyring, new_token, open_credentials
-from smolcluster.comm.elastic.transport.sockets import INSTEAD_OF_BBR, join_address, set_options, split_address
+from smolcluster.comm.elastic.transport.sockets import INSTEAD_OF_BBR, set_options
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 from smolcluster.comm.group import PeerLost
 from smolcluster.errors import UserError

@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tools.reference import pages
 
-from smolcluster.config import FLAGS, Config, builtin_configs, canonical_strategy, dump, flag_sets, load_config, resolve
+from smolcluster.config import Config, builtin_configs, canonical_strategy, dump, flag_sets, load_config, resolve
 from smolcluster.config.checks import conflicts
+from smolcluster.config.flags import FLAGS
 from smolcluster.config.names import FLAT, known_keys, nearest
 from smolcluster.config.tree import to_yaml
 from smolcluster.errors import UserError

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from smolcluster.durable_files import Files, OutputFile, atomic_write_text, ensure_folder
 from smolcluster.engine.checkpoint.async_saver import Saver, SnapshotBuffers
-from smolcluster.engine.checkpoint.snapshot import VERSION
-from smolcluster.engine.checkpoint.store import (
-    CheckpointStore,
+from smolcluster.engine.checkpoint.safetensors_writer import weights_sha256
+from smolcluster.engine.checkpoint.snapshot import (
+    VERSION,
     Snapshot,
     check_compatible,
     read_checkpoint,
     read_manifest,
     verify,
-    weights_sha256,
 )
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.errors import DamagedCheckpoint, UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 

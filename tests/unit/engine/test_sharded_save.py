@@ -26,7 +26,8 @@ from smolcluster.comm.sharded import box_name, read_box_name
 from smolcluster.durable_files import Files, OutputFile
 from smolcluster.engine.checkpoint.lazy_tensors import FileEntry, StoredTensors
 from smolcluster.engine.checkpoint.sharded_save import LeadStore, PartStore
-from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot, read_checkpoint, verify
+from smolcluster.engine.checkpoint.snapshot import Snapshot, read_checkpoint, verify
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.errors import DamagedCheckpoint
 
 WHOLE = torch.arange(28.0).view(7, 4)

@@ -17,13 +17,14 @@ import pytest
 from tests.unit.samples import logged, spec_of
 from tests.unit.story import Script, Story, recorded
 
+from smolcluster.comm.addresses import dial_address
 from smolcluster.config import dump, load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir, find_resume
 from smolcluster.errors import UserError, WorkerFailed
 from smolcluster.launch.join.worker import worker_spec
 from smolcluster.launch.local import elastic, supervisor
-from smolcluster.launch.local.elastic import dial_address, join_commands, run_elastic
+from smolcluster.launch.local.elastic import join_commands, run_elastic
 from smolcluster.launch.local.outcome import Interrupted, Outcome
 from smolcluster.launch.local.processes import end_all, signals, spawn, wait_for
 from smolcluster.launch.prepare import Prepared, choose_plane, prepare
@@ -223,7 +224,7 @@ def test_the_first_interrupt_is_for_the_server(story: Elastic) -> None:
     story.interrupt_at("serving")
     with pytest.raises(Interrupted, match=r"^interrupted; nothing was saved$"):
         story.run({"server": [serves], "worker-0": [works], "worker-1": [works]})
-    assert story.notices() == ["stopping after this step and saving; once more to stop at once"]
+    assert story.notices() == ["stopping after this step and saving; press Ctrl-C again to exit at once"]
     assert story.summary()["status"] == "interrupted"
     assert story.all_gone()
 

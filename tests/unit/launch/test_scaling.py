@@ -14,8 +14,8 @@ from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch import scaling as launch
 from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.launch.scaling import ScalingRequest, batch_for, parse_sizes, plan, run_scaling, sample_of
+from smolcluster.launch.scaling_report import Sample, Scaling, Size, bar, chart, draw, remarks
 from smolcluster.observe.events import Event, StepLogged
-from smolcluster.observe.scaling import Sample, Scaling, Size, bar, chart, draw, remarks
 
 
 def row(step: int, *, rank: int = 0, samples: int, rate: float, role: str = "worker") -> StepLogged:

@@ -97,7 +97,7 @@ def test_the_first_interrupt_saves_and_the_second_ends(story: Mesh, leaves: bool
     life = [*STEP, "stop?", "leave"] if leaves else HANGS
     with pytest.raises(Interrupted, match=r"^interrupted; nothing was saved$"):
         story.run({"worker-0": [["listen", *life]], "worker-1": [life]})
-    assert story.notices() == ["stopping after this step and saving; once more to stop at once"]
+    assert story.notices() == ["stopping after this step and saving; press Ctrl-C again to exit at once"]
     assert story.summary()["status"] == "interrupted"
     assert story.all_gone()
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from smolcluster.config import TrainingConfig, load_config, resolve
+from smolcluster.config import load_config, resolve
 from smolcluster.config.options import FSDPOptions, MeshOptions, PipelineOptions, TensorOptions
+from smolcluster.config.schema import TrainingConfig
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.models.gpt import GPT, GPTConfig

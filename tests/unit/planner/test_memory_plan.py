@@ -28,7 +28,6 @@ from smolcluster.engine.checks import Room, check_memory
 from smolcluster.engine.elastic.wal.journal import disk_bound
 from smolcluster.engine.worker import Worker
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.observe.memory import show_memory
 from smolcluster.observe.text import size
 from smolcluster.parallel.owned_buckets import fill_rows
 from smolcluster.parallel.placement import Cost
@@ -47,6 +46,7 @@ from smolcluster.planner.forecast import (
     forecast,
 )
 from smolcluster.planner.memory_estimate import Activations
+from smolcluster.planner.memory_table import show_memory
 from smolcluster.planner.report import choose, to_dict
 from smolcluster.tasks.find import find_task
 

@@ -902,6 +902,16 @@ def test_who_sends_a_body_slowly_makes_room(own: ScriptedEngine) -> None:
         assert b"is too slow while other requests wait" in one.recv(65536)
 
 
+def test_what_is_no_http_is_400_as_all_errors_are_and_closed(own: ScriptedEngine) -> None:
+    with serving(own) as port:
+        head, _, body = raw(port, b"nonsense\r\n\r\n").partition(b"\r\n\r\n")  # and closed
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert b"x-content-type-options: nosniff" in head.lower()
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        begun = raw(port, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nnonsense\r\n\r\n")
+        assert begun.startswith(b"HTTP/1.1 200 ")
+
+
 def test_so_many_sequences_at_once(own: ScriptedEngine) -> None:
     own.hold_after = 1
     with serving(own, sequences=2) as port, connect(port) as first, connect(port) as second:

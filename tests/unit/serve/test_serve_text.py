@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import json
 import re
+import shutil
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -251,7 +252,10 @@ def test_templates_are_bounded(source: str, told: str) -> None:
     assert told in str(error.value)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds the memory of a process")
+MUCH = "{% for i in range(999) %}{{ 'x' * 3999999 }}{% endfor %}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is measured, a moment later")
 @pytest.mark.parametrize(
     "source",
     [
@@ -264,6 +268,11 @@ def test_templates_are_bounded(source: str, told: str) -> None:
         "{{ ['x'] | batch(9999999999, 'x') | list }}",
         "{{ 1.5 | round(99999999, 'ceil') }}",
         "{% set ns = namespace(x='xx') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        f"{{% set x %}}{MUCH}{{% endset %}}",
+        f"{{% macro m() %}}{MUCH}{{% endmacro %}}{{{{ m() }}}}",
+        f"{{% filter upper %}}{MUCH}{{% endfilter %}}",
+        "{{ [[1]] | tojson(indent=9999999999) }}",
+        "{{ ('%' * 4000000) | urlencode }}",
     ],
 )
 def test_large_values_end_their_process_at_most(source: str) -> None:
@@ -321,6 +330,16 @@ def test_a_template_that_wants_much_memory_is_ended() -> None:
     if sys.platform == "linux":
         with pytest.raises(TemplateFailed):
             Renderer(source).render([], names={}, within_s=300)
+    assert Renderer("fine").render([], names={}) == "fine"
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="needs ps; macOS always has it")
+def test_where_the_system_does_not_bound_memory_the_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "MEASURED", True)
+    monkeypatch.setattr(rendering, "MEMORY_BYTES", 128 << 20)  # of the parent: the child bounds itself at 1 GiB
+    keeps = "{% set ns = namespace(x=[]) %}{% for a in range(60) %}{% set ns.x = [ns.x, 'x' * 3999999] %}{% endfor %}"
+    with pytest.raises(TemplateFailed, match="more than 128 MB"):
+        Renderer(keeps + LOOP).render([], names={}, within_s=300)
     assert Renderer("fine").render([], names={}) == "fine"
 
 

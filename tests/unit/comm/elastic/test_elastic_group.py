@@ -766,7 +766,7 @@ HOSTILE = {
     "copied instead of added": [chunk(0, 1, 1000)],
     "twice": [chunk(0, 0, 1000), chunk(0, 0, 1000)],
     "far in the future": [chunk(2 + FAR_AHEAD, 0, 1000)],
-    "too large": [chunk(1, 0, schedule.MOST_PIECE_BYTES // 4 + 1)],
+    "too large": [chunk(1, 0, schedule.MAX_PIECE_BYTES // 4 + 1)],
     "empty": [chunk(1, 0, 0)],
     "more than is kept": [chunk(1, i, 100_000) for i in range(5)],
     "more than is kept, for a later view": [chunk(1, i, 100_000, epoch=2) for i in range(5)],
