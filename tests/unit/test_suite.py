@@ -58,6 +58,8 @@ def test_the_plugin_reports_failures_and_errors(tmp_path: Path) -> None:
 def test_the_whole_suite_is_run() -> None:
     words = arguments([], all_of_them=False, jobs=3)
     first = words.index("-n")
-    assert {Path(folder) for folder in words[:first]} == {path.parent for path in Path("tests").glob("*/test_*.py")}
+    assert {Path(folder) for folder in words[:first]} == {
+        Path(*path.parts[:2]) for path in Path("tests").glob("*/**/test_*.py")
+    }
     assert words[first : first + 3] == ["-n", "3", "--dist"]
     assert arguments(["tests/unit/test_x.py"], all_of_them=True, jobs=2)[1:3] == ["-m", ""]
