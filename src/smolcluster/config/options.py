@@ -141,6 +141,11 @@ class DiLoCoOptions(RoundOptions):
         None, description="share of the result in the weights when it arrives; null: 0.5 with overlap, 1 without"
     )
 
+    inner: Annotated[Literal["single", "fsdp"], Lower] = Field(
+        "single", description="what trains between exchanges: each worker, or sites of several, sharded (mesh plane)"
+    )
+    inner_size: Count | None = Field(None, description="inner fsdp: consecutive workers of a site; null: of a machine")
+
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, given: Any) -> Any:
@@ -164,6 +169,10 @@ class DiLoCoOptions(RoundOptions):
         if self.inner_steps % self.fragments:
             raise ValueError(
                 f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {self.inner_steps}"
+            )
+        if self.inner == "fsdp" and (self.fragments > 1 or self.overlap or self.mixing is not None):
+            raise ValueError(
+                "strategy.inner fsdp exchanges the whole model and waits: leave out strategy.fragments, overlap and mixing"
             )
         if self.overlap >= self.inner_steps:
             raise ValueError(
