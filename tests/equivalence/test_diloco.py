@@ -19,7 +19,7 @@ from smolcluster.comm.contributions import HEAD
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.data.sampler import Sampler, ShardedSampler
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 from smolcluster.errors import UserError
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.strategies.base import State
@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
     "training.checkpoint_steps": 100,
     "strategy.inner_steps": H,
 }
-WAN = {"strategy.preset": "wan"}
+WAN = {"strategy.preset": "wan", "strategy.outer_lr": 1.0, "strategy.outer_momentum": 0.0}  # SparseLoCo's outer SGD
 
 
 def train(
@@ -347,9 +347,10 @@ def test_above_eight_workers_bytes_do_not_grow_with_their_number(stays: bool) ->
 
 def test_presets_and_what_wins_over_them() -> None:
     wan = DiLoCoOptions(preset="WAN")
-    assert (wan.codec, wan.codec_bits, wan.outer_lr, wan.outer_momentum) == ("blocktopk", 2, 1.0, 0.0)
+    assert (wan.codec, wan.codec_bits, wan.outer_lr, wan.outer_momentum) == ("blocktopk", 2, 0.9, 0.5)
+    assert (wan.inner_steps, wan.codec_k) == (15, 128)
     assert DiLoCoOptions(preset="lan").codec == "int4"
     assert DiLoCoOptions(preset="wan", codec_bits=4, outer_momentum=0.5).codec_bits == 4
-    assert DiLoCoOptions(preset="wan", outer_momentum=0.5).outer_momentum == 0.5
+    assert DiLoCoOptions(preset="wan", outer_momentum=0.0).outer_momentum == 0.0
     with pytest.raises(ValueError, match="takes one of fp32, bf16, int8, int4, blocktopk"):
         DiLoCoOptions(codec="powersgd")

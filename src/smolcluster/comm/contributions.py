@@ -40,7 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from smolcluster.comm.buckets import assign_buckets
 from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
 from smolcluster.comm.codecs.feedback import Memory, tensors_of
-from smolcluster.comm.elastic.collectives.schedule import LEAST_PIECE_BYTES, MOST_PIECE_BYTES
+from smolcluster.comm.elastic.collectives.schedule import MAX_PIECE_BYTES, MIN_PIECE_BYTES
 from smolcluster.comm.group import Group, Work
 from smolcluster.comm.rounds import UnreadableContribution
 
@@ -141,8 +141,8 @@ def buckets_of(sizes: Sequence[int], members: int) -> list[list[int]]:
     """
     bucket_of, count = assign_buckets(
         [(torch.uint8, size) for size in sizes],
-        bucket_bytes=max(members * MOST_PIECE_BYTES, sum(sizes) // 64),
-        first_bucket_bytes=members * LEAST_PIECE_BYTES,
+        bucket_bytes=max(members * MAX_PIECE_BYTES, sum(sizes) // 64),
+        first_bucket_bytes=members * MIN_PIECE_BYTES,
     )
     return [[j for j, bucket in enumerate(bucket_of) if bucket == number] for number in range(count)]
 

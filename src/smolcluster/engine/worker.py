@@ -95,7 +95,7 @@ class Worker(Role):
         try:
             self.loop.run()
         except BaseException:
-            self._save_what_is_under_way()
+            self._finish_saves()
             raise
         if self.saver is not None:
             self.saver.close()
@@ -147,10 +147,10 @@ class Worker(Role):
             stop_requested=(lambda: False) if spec.watched else self.channel.stop_requested,  # a launcher ends its own
         )
         if not spec.watched and spec.world_size > 1:
-            self._watch_each_other()
+            self._start_liveness()
         task = identify_task(self.config.task, name=type(self.task).__name__)
         everyone = gather_json(self.group, {"config": public_dict(self.config), "task": task})
-        for rank, theirs in enumerate(everyone):  # all ranks see all, and fail alike
+        for rank, theirs in enumerate(everyone):  # every rank compares all, so all raise the same error
             own = OWN_TO_A_HOST | {"task"}
             check_same_config(everyone[0]["config"], theirs["config"], rank=rank, own=own)
             check_same_task(everyone[0]["task"], theirs["task"], rank=rank)
@@ -162,40 +162,42 @@ class Worker(Role):
 
     # Watching the other ranks, without a launcher
 
-    def _watch_each_other(self) -> None:
+    def _start_liveness(self) -> None:
         try:
             self.watch = LivenessMonitor(self.group, self.spec.master_addr, name=self.spec.host, on_lost=self._give_up)
         except OSError as error:
-            self._warn(f"a rank that is lost will not be named, and be waited for for minutes: {error}")
+            self._warn(
+                f"failure detection between ranks is off ({error}): a dead rank is only noticed at the backend's timeout"
+            )
 
     def _give_up(self, message: str) -> None:
         """Report a lost rank that this one waits for, and exit. Runs on the watch's thread."""
         self.observer.emit(Failed(rank=self.spec.rank, kind="peer", message=message))
         logging.getLogger("worker").error("lost another rank: %s", message)
-        self._save_what_is_under_way()
+        self._finish_saves()
         self.observer.close()
         self.cut_off()
 
-    def _save_what_is_under_way(self) -> None:
+    def _finish_saves(self) -> None:
         """Stop waiting for the checkpoint part of a lost rank."""
         if self.notes is not None:
             self.notes.close()
         if self.saver is not None:
             self.saver.close()
 
-    def last_words(self, message: str) -> None:
+    def notify_peers(self, message: str) -> None:
         if self.watch is not None:
-            self._claim_the_end(self.watch)
+            self._claim_exit(self.watch)
             self.watch.leave(message.splitlines()[0])
 
     def explain_loss(self, reason: str) -> str:
         if self.watch is None:
             return reason
-        self._claim_the_end(self.watch)
+        self._claim_exit(self.watch)
         return self.watch.explain(reason)
 
     @staticmethod
-    def _claim_the_end(watch: LivenessMonitor) -> None:
+    def _claim_exit(watch: LivenessMonitor) -> None:
         """Wait for the watch, which is ending this process."""
         if not watch.claim():
             threading.Event().wait()
@@ -216,7 +218,7 @@ class Worker(Role):
                 }
             except DamagedCheckpoint as error:
                 head = {
-                    "problem": f"{error}; this checkpoint is damaged: name the run directory, to go on from one before it"
+                    "problem": f"{error}; this checkpoint is damaged; pass the run directory to use the newest good one"
                 }
             except SmolclusterError as error:
                 head = {"problem": str(error)}
@@ -246,7 +248,7 @@ class Worker(Role):
         training, samples, batch = self.config.training, len(self.train_data), sum(self.counts)
         if not self.resuming:
             return last_step(training, samples=samples, batch=batch)
-        with self._strange_state():
+        with self._invalid_state_as_user_error():
             read = samples_read(self.head["state"]["sampler"], with_holes=True)
         return last_step(training, samples=samples, batch=batch, step=self.head["step"], read=read)
 
@@ -262,7 +264,7 @@ class Worker(Role):
             samples_per_step=self.counts,
             stop_requested=self.channel.stop_requested,
             warn=self._warn,
-            draw=self._keep_drawing,
+            draw=self._set_drawing,
             example=lambda count: self.train_data.batch(np.arange(count)),
             tell=lambda text: self.observer.emit(Notice(level="INFO", message=text, rank=self.spec.rank)),
         )
@@ -310,7 +312,9 @@ class Worker(Role):
             return None
         if not is_shared(group, self.run_dir.checkpoints):
             if self.lead:
-                self._warn("not every rank sees the run directory of rank 0, which saves all of the model by itself")
+                self._warn(
+                    "checkpoints are not sharded, but written by rank 0: not every rank can read its run directory"
+                )
             return None
         return notes
 
@@ -353,7 +357,7 @@ class Worker(Role):
                 info=head["info"],
                 extra=broadcast_tensors(self.group, found.extra if found else None),
             )
-        with self._strange_state():
+        with self._invalid_state_as_user_error():
             self.loop.load(found)
         # Keep the evaluation of that step, in case this process trains no step itself.
         if self.val_data is not None:
@@ -376,7 +380,7 @@ class Worker(Role):
         self.group.barrier()
 
     @contextlib.contextmanager
-    def _strange_state(self) -> Iterator[None]:
+    def _invalid_state_as_user_error(self) -> Iterator[None]:
         try:
             yield
         except (KeyError, TypeError, ValueError) as error:
@@ -453,7 +457,7 @@ class Worker(Role):
             self.watch.leave()
         return INTERRUPTED if loop.interrupted else 0
 
-    def _keep_drawing(self, drawing: Drawing) -> None:
+    def _set_drawing(self, drawing: Drawing) -> None:
         self.drawing = drawing
 
     def _draw(self) -> None:

@@ -8,6 +8,9 @@
         mean  <- the mean over workers of what they sent, decoded in the order of ranks
         theta <- outer optimizer(theta, mean)                    SGD: rate `outer_lr`, `outer_momentum`, Nesterov
 
+With `inner_steps` auto (elastic plane) H is 30 on the worker of median speed, and on others as many as take as long. There a
+delta whose norm is far above the usual is clipped to it (`UsualNorm`).
+
 theta and the outer optimizer's state are bit-identical on all workers. The inner optimizer's state and m are local, and kept
 between rounds. Means are weighted by samples, or targets where the task counts them. beta is `feedback_decay`.
 

@@ -98,6 +98,8 @@ def test_what_does_not_fit_is_refused() -> None:
     for other in ({"fragments": 2}, {"overlap": 1}, {"mixing": 0.5}):
         with pytest.raises(ValueError, match=r"leave out strategy\.fragments"):
             DiLoCoOptions(inner="fsdp", inner_steps=4, **other)
+    with pytest.raises(ValueError, match=r"needs a number as strategy\.inner_steps"):
+        DiLoCoOptions(inner="fsdp", inner_steps="auto")
     with pytest.raises(ValueError, match="'single' or 'fsdp'"):
         DiLoCoOptions(inner="tensor")
 

@@ -28,7 +28,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,12 +85,14 @@ class ElasticRounds(Rounds, MemberSide):
         self._link.at_once(None, self._on_disconnected)
         self._apply_s = 0.0  # time to apply the last result
         self._round = 0  # the last step of the round that was begun
+        self._local: Mapping[str, Any] | None = None  # of the last round: a coordinator that restarts asks for it
         self._shares: dict[int, list[Tensor]] = {}  # of the next round to follow, in slices
         self._pull: Message | None = None  # an upload that was requested, until no round is under way here
 
     def introduction(self) -> dict[str, Any]:
         held = [[flight.step, flight.epoch] for flight in self.flights if flight.reported]
-        return {"address": self._address, "updates": self.replica.updates, "held": held}
+        local = {} if self._local is None else {"local": self._local}
+        return {"address": self._address, "updates": self.replica.updates, "held": held, **local}
 
     def lease(self) -> Lease | None:
         while not self._over:
@@ -98,7 +100,7 @@ class ElasticRounds(Rounds, MemberSide):
             self._advance(wait=False)
             if self._link.leases and self._group is not None:
                 lease = self._link.leases.popleft()
-                self._round = lease.step
+                self._round, self.clip = lease.step, lease.clip
                 return lease
             if not self._over:
                 self._advance(wait=True)
@@ -166,7 +168,9 @@ class ElasticRounds(Rounds, MemberSide):
         # As text: JSON has no NaN, and all must parse the same number.
         meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.said_loss)}
         meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s, "weight": flight.weight}
-        meta["scale"] = flight.scale
+        meta |= {"scale": flight.scale, "samples": flight.samples}
+        if flight.local is not None:
+            meta["local"] = self._local = flight.local
         log.debug("have the result of step %d in view %d", flight.step, self._epoch)
         self._link.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
 

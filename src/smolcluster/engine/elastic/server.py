@@ -33,7 +33,7 @@ from smolcluster.engine.checkpoint.tokenizer_files import check_tokenizer
 from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite
 from smolcluster.engine.elastic import history
 from smolcluster.engine.elastic.admission import Admission, RowQuota, layout_of
-from smolcluster.engine.elastic.adopted_config import MOST_STEPS
+from smolcluster.engine.elastic.adopted_config import MAX_STEPS
 from smolcluster.engine.elastic.asynchronous import AsynchronousServer
 from smolcluster.engine.elastic.coordination.coordinator import Coordinator
 from smolcluster.engine.elastic.evaluator import Evaluator
@@ -251,6 +251,7 @@ class Server(Role):
             self.strategy.replica,
             rounds_ahead=self.strategy.rounds_in_flight + 1,
             local_steps=self._local_steps,
+            equal_time=self.strategy.equal_time,
             whole=self.strategy.results_are_whole,
             tokens_per_sample=tokens,
             step_timeout_s=self.strategy.round_timeout,
@@ -376,7 +377,7 @@ class Server(Role):
             event = from_json(text)
             if not isinstance(event, StepLogged) or (event.rank, event.role) != (member.rank, "worker"):
                 return
-            if type(event.step) is int and 0 <= event.step <= MOST_STEPS:
+            if type(event.step) is int and 0 <= event.step <= MAX_STEPS:
                 self.metrics.handle(dataclasses.replace(event, host=member.host))
 
     def _on_change(self, what: str, member: Member, reason: str) -> None:

@@ -36,6 +36,7 @@ from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Event, Phase, StepLogged, plain, to_json
+from smolcluster.observe.observer import Sink
 from smolcluster.parallel.placement import Node, Seat
 from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Exchanging, Pushing
@@ -154,6 +155,8 @@ class ElasticWorker(Role):
 
     def _keep_own(self, *, now: bool = False) -> None:
         """Save own state (error feedback) after the rounds where the server saves."""
+        if self.reader.in_round and not now:
+            return
         every, updates = self.config.training.checkpoint_steps or self.total_steps + 1, self.strategy.replica.updates
         if (
             self.own is not None
@@ -214,7 +217,7 @@ class ElasticWorker(Role):
         return 0
 
 
-class _ServerSink:
+class _ServerSink(Sink):
     """Send metric rows to the server, which writes the run's metrics.jsonl."""
 
     def __init__(self, link: ServerLink) -> None:
@@ -223,6 +226,3 @@ class _ServerSink:
     def handle(self, event: Event) -> None:
         if isinstance(event, StepLogged):
             self._link.send(Kind.EVENT, meta={"event": to_json(event)})
-
-    def close(self) -> None:
-        """Do nothing: the worker closes the link."""

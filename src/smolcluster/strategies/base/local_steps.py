@@ -33,6 +33,7 @@ Memory: the anchor and what is exchanged, beside weights, gradients and the stat
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.fragmented import Fragmented
 from smolcluster.comm.rounds import Combination, Committed
@@ -72,6 +74,8 @@ class _Round:
     loss: Tensor | float = 0.0  # the sum of weighted losses
     compute_s: float = 0.0
     counted: bool = False  # the task counts targets
+    steps: int = 0
+    since: float = 0.0  # the end of its first step, by time.perf_counter
 
 
 class LocalSteps(Exchanging[LocalStepsT]):
@@ -100,6 +104,11 @@ class LocalSteps(Exchanging[LocalStepsT]):
         if options.streaming.overlap and not all(node.stays for node in nodes):
             said = "strategy.overlap is for cluster.plane mesh: on the elastic plane an exchange is waited for; set it to 0"
             return Placement(refusals=[said])
+        if options.equal_time and all(node.stays for node in nodes):
+            said = (
+                "strategy.inner_steps auto is for cluster.plane elastic: on the mesh plane all ranks take as many steps"
+            )
+            return Placement(refusals=[f"{said}; set it to {options.steps_per_round}"])
         placement = cls.exchanged(options, nodes, shape)
         if shape is None:
             return placement
@@ -152,6 +161,10 @@ class LocalSteps(Exchanging[LocalStepsT]):
         return self.options.steps_per_round // self._streaming.fragments
 
     @property
+    def equal_time(self) -> bool:
+        return self.options.equal_time
+
+    @property
     def rounds_in_flight(self) -> int:
         return -(-self._streaming.overlap // self.local_steps)
 
@@ -163,6 +176,8 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     def step(self, batch: Batch) -> StepReport:
         replica, started = self.replica, time.perf_counter()
+        if self.equal_time:
+            replica.updates = batch.step - 1  # learning rates follow the steps of the run, not of this machine
         rate = replica.learning_rate
         loss = replica.compute(batch)
         norm = replica.apply()
@@ -170,6 +185,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         mine.samples, mine.weight = mine.samples + batch.samples, mine.weight + batch.weight
         mine.loss, mine.counted = mine.loss + loss * batch.weight, batch.counts is not None
         mine.compute_s += time.perf_counter() - started
+        mine.steps, mine.since = mine.steps + 1, mine.since or time.perf_counter()
         report = StepReport(loss=loss, grad_norm=norm, learning_rate=rate, samples=batch.samples, tokens=batch.tokens)
         ends = self.rounds.ends(batch.step)
         if ends or self._due(batch.step):
@@ -193,22 +209,40 @@ class LocalSteps(Exchanging[LocalStepsT]):
         """Contribute the distance from the anchor; without streaming, return to the anchor until the round is committed."""
         if step == self.context.total_steps:  # with all fragments
             self.rounds.settle(in_flight=0)
-        slot = self.rounds.slot_of(step)
+        slot, done = self.rounds.slot_of(step), self._mine
+        local = self._local_report(done) if self.context.fixed_group is None else None
         for place in self._fragmented.places(slot):
             parameter, anchor = self.replica.parameters[place], self._anchor[place]
             parameter.grad = anchor - parameter
             if not self._streaming.streams:
                 parameter.copy_(anchor)
-        done = self._mine
+        if local is not None:
+            local |= self._clipped()
         if not self._streaming.overlap:
             self.replica.updates = done.first
         with self.rounds.contribute(
             step, samples=done.samples, weight=done.weight, counted=done.counted, scale=1.0
         ) as mine:
             mine.loss = torch.as_tensor(done.loss / (done.weight or 1.0))
-            mine.compute_s = done.compute_s
+            mine.compute_s, mine.local = done.compute_s, local
             mine.start()
         self._mine = _Round(self.replica.updates)
+
+    def _local_report(self, done: _Round) -> dict[str, Any]:
+        """Return the steps of a round and their time, without that of the first, in which code may be compiled."""
+        float(done.loss)  # wait for the GPU
+        passed_s = time.perf_counter() - done.since
+        return {"steps": done.steps, "step_s": passed_s / (done.steps - 1) if done.steps > 1 else done.compute_s}
+
+    def _clipped(self) -> dict[str, Any]:
+        """Clip a pseudo-gradient that is far above the usual. Return its norm, as text, and the norm that it was clipped to."""
+        deltas = [p.grad for p in self.replica.parameters if p.grad is not None]
+        norm = float(get_total_norm(deltas))
+        usual, bound = self.rounds.clip or (0.0, math.inf)
+        if not bound < norm < math.inf:  # one that is not finite is refused
+            return {"norm": repr(norm)}
+        torch._foreach_mul_(deltas, usual / norm)
+        return {"norm": repr(norm), "usual": usual}
 
     @torch.no_grad()
     def apply(self, result: Committed) -> None:

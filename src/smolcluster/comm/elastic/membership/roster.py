@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 RANK_JOINS = (60, 0.5)  # burst, and per second
 ALL_JOINS = (4096, 20.0)
-MOST_REPORT = 64  # fields of a report
-MOST_TEXT = 200  # characters of a field
+MAX_REPORT = 64  # fields of a report
+MAX_TEXT = 200  # characters of a field
 LOOK_S = 0.1  # between two checks for silent members, where there are many
-MOST_NAMES = 1000  # refusals are counted by peer name up to this many names, then together
+MAX_NAMES = 1000  # refusals are counted by peer name up to this many names, then together
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -64,8 +64,6 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class MemberMessage:
-    """A message from a member."""
-
     member: Member
     message: Message
 
@@ -89,7 +87,7 @@ class JoinLimit:
         mine, all_together = self._left(rank, RANK_JOINS, now), self._left(None, ALL_JOINS, now)
         if mine < 1 or all_together < 1:
             return False
-        if len(self._buckets) > MOST_NAMES:  # full buckets need not be kept
+        if len(self._buckets) > MAX_NAMES:  # full buckets need not be kept
             full = [
                 key for key in self._buckets if key is not None and self._left(key, RANK_JOINS, now) >= RANK_JOINS[0]
             ]
@@ -129,6 +127,7 @@ class Roster:
         self.epoch = epoch
         self.joined = self.lost = 0
         self.refused: Counter[str] = Counter()  # by peer name
+        self.clipped: Counter[str] = Counter()  # contributions, by peer name
         self.plan = plan
         self.probe: LinkProbe | None = None  # measures the links of workers before they get the plan
         self.on_speed: Callable[[float], None] = lambda _: None  # receives the Mbit/s, and may change the plan
@@ -164,8 +163,8 @@ class Roster:
             case Unlinked(link, reason):
                 self._unlinked(link, reason)
             case Received(link, message) if link in self._links:
-                if (said := self._received(link, message)) is not None:
-                    return said
+                if (known := self._received(link, message)) is not None:
+                    return known
             case _:
                 pass
         # Report losses first: a member that rejoins must not be welcomed before its loss was handled.
@@ -264,7 +263,7 @@ class Roster:
         self.members[member.rank] = member
         self._mailbox.num_senders = len(self.members)
         self.joined += not member.returning
-        self._on_change("joined", member, "answers again" if member.returning else "")
+        self._on_change("joined", member, "reconnected" if member.returning else "")
         log.info("%s %s", member.name, "is back" if member.returning else "joined")
 
     def renew(self, member: Member) -> None:
@@ -334,7 +333,7 @@ class Roster:
     def refuse(self, link: Link, reason: str) -> None:
         """Send REFUSE and end the link of a peer that breaks the protocol."""
         name, reason = link.peer.name, printable(reason, limit=MAX_REASON)  # may quote the peer
-        counted = name if name in self.refused or len(self.refused) < MOST_NAMES else "others"
+        counted = name if name in self.refused or len(self.refused) < MAX_NAMES else "others"
         self.refused[counted] += 1
         count = self.refused[counted]
         if count <= 10 or count & (count - 1) == 0:  # do not flood the log
@@ -364,6 +363,6 @@ def _scalars(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Keep the numbers and short texts of a report."""
     return {
         key: value
-        for key, value in list(meta.items())[:MOST_REPORT]
-        if isinstance(value, int | float | None) or (isinstance(value, str) and len(value) <= MOST_TEXT)
+        for key, value in list(meta.items())[:MAX_REPORT]
+        if isinstance(value, int | float | None) or (isinstance(value, str) and len(value) <= MAX_TEXT)
     }
