@@ -195,6 +195,10 @@ class DiLoCoOptions(RoundOptions):
         description="a round commits without members that are late if more than this share of them has contributed; 1: it "
         "waits for all",
     )
+    inner: Annotated[Literal["single", "fsdp"], Lower] = Field(
+        "single", description="what trains between exchanges: each worker, or sites of several, sharded (mesh plane)"
+    )
+    inner_size: Count | None = Field(None, description="inner fsdp: consecutive workers of a site; null: of a machine")
 
     @model_validator(mode="before")
     @classmethod
@@ -225,6 +229,14 @@ class DiLoCoOptions(RoundOptions):
             raise ValueError(
                 f"strategy.overlap is {self.overlap}, in steps that are equally long on no two machines with "
                 f"strategy.inner_steps auto; set inner_steps to a number, such as {INNER_STEPS}"
+            )
+        if self.inner == "fsdp" and (self.fragments > 1 or self.overlap or self.mixing is not None):
+            raise ValueError(
+                "strategy.inner fsdp exchanges the whole model and waits: leave out strategy.fragments, overlap and mixing"
+            )
+        if self.inner == "fsdp" and self.equal_time:
+            raise ValueError(
+                f"strategy.inner fsdp needs a number as strategy.inner_steps, such as {INNER_STEPS}, not auto"
             )
         return self
 

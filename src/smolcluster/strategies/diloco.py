@@ -58,6 +58,12 @@ from smolcluster.strategies.base.local_steps import LocalSteps
 
 
 class DiLoCo(LocalSteps[DiLoCoOptions]):
+    @classmethod
+    def plan(cls, options: DiLoCoOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        if options.inner != "single":  # else `diloco_nested.py`
+            return Placement(refusals=[f"strategy.inner: {options.inner} is for cluster.plane mesh; set it to single"])
+        return super().plan(options, nodes, shape)
+
     def outer_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         rate, momentum = self.options.outer_lr, self.options.outer_momentum
         return SGD(parameters, lr=rate, momentum=momentum, nesterov=self.options.nesterov and momentum > 0)

@@ -24,7 +24,7 @@ def find_strategy(name: str, plane: str | None = None, options: Options | None =
     if plane not in record.where:
         raise UserError(f"strategy {record.name} does not run on the {plane} plane")
     where = record.where[plane]
-    if options is not None and record.code_for is not None:
+    if options is not None and record.code_for is not None and plane == "mesh":
         where = record.code_for(options) or where
     module, _, attribute = where.partition(":")
     try:
