@@ -28,9 +28,8 @@ from smolcluster.engine.elastic.admission import Admission
 from smolcluster.engine.elastic.coordination import coordinator, evictions
 from smolcluster.engine.elastic.coordination.coordinator import Coordinator
 from smolcluster.engine.elastic.rounds import ElasticRounds
-from smolcluster.engine.elastic.server import Server
 from smolcluster.engine.elastic.step_outputs import StepOutputs
-from smolcluster.engine.identity import instance_of
+from smolcluster.engine.identity import instance_of, run_id_in
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.shards import owners
 from smolcluster.strategies.base import Commit, Context, ServerContext, State
@@ -435,11 +434,11 @@ def test_a_second_rank_with_the_instance_of_another_is_refused() -> None:
 
 def test_an_empty_run_id_is_none(tmp_path: Path) -> None:
     """As a power cut may leave it."""
-    server = cast(Server, SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path)))
-    (tmp_path / "run-id").write_text("")
-    run_id = Server._run_id(server)
+    file = tmp_path / "run-id"
+    file.write_text("")
+    run_id = run_id_in(file)
     assert len(run_id) == 16
-    assert Server._run_id(server) == run_id
+    assert run_id_in(file) == run_id
     assert [path.name for path in tmp_path.iterdir()] == ["run-id"]
 
 
