@@ -173,11 +173,12 @@ def test_workers_of_the_elastic_plane_adopt_what_the_server_picks(tmp_path: Path
     network.slow(2, "8mbit")
 
     def script(world: ElasticWorld) -> None:
-        world.wait_for_step(4)
+        world.wait_for_step(30)
         network.mend_rate(2)
         world.restart("server")
 
-    config = CONFIG | {"training.steps": 40, "cluster.plane": "elastic", "training.checkpoint_steps": 0}
+    config = CONFIG | {"training.steps": 150, "cluster.plane": "elastic", "training.checkpoint_steps": 0}
+    del config["strategy.inner_steps"]  # the preset has another
     world = run_elastic_world(
         2,
         tmp_path,
@@ -193,6 +194,7 @@ def test_workers_of_the_elastic_plane_adopt_what_the_server_picks(tmp_path: Path
     assert "preset wan, as " in first
     assert second == first
     assert presets(world.workers) == ["wan", "wan"]
+    assert [line["step"] for line in world.history() if line["kind"] == "commit"] == [30, 60, 90, 120, 150]
     assert world.summary["replicas_agree"] is True
 
 

@@ -1,8 +1,9 @@
 """The preset of a strategy that is picked by the measured link between machines, where the options leave it open.
 
 An exchange of dense int4 takes S/2 bits per parameter each way. From `LAN_MBIT_S` on that is a small share of a round of 30
-steps for models that such machines train; below it costs more than computing, and blocktopk sends 12 times less. Where all
-workers are on one machine nothing is measured and no preset is used.
+steps for models that such machines train; below it costs more than computing, and blocktopk sends a fraction of it. Where all
+workers are on one machine nothing is measured and no preset is used. On the elastic plane rounds keep the length that they have
+without a preset: the coordinator is made before a worker can be measured.
 
 The pick is in `link.json` of the run directory: a run that goes on from there keeps it.
 """

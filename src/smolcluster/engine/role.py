@@ -112,8 +112,10 @@ class Role(ABC):
 
     def _use_preset(self, pick: LinkPick, *, lead: bool) -> Config:
         """Train with a preset that was picked by the measured link. `lead`: record it, for when the run goes on."""
-        strategy = self.config.strategy
-        self.config.strategy = strategy.with_options({"preset": pick.preset})
+        strategy, chosen = self.config.strategy, {"preset": pick.preset}
+        if self.spec.plane == "elastic":  # the coordinator was made for rounds of this length
+            chosen["inner_steps"] = getattr(self.options, "inner_steps", None)
+        self.config.strategy = strategy.with_options(chosen)
         self.options, _ = read_options(self.config.strategy, plane=self.spec.plane)
         if lead:
             record_pick(pick, self.run_dir.link)

@@ -122,9 +122,9 @@ def adopt(
     """
     if own is not None:
         first_is = f"the server at {server}"
-        # The server picks a preset from the measured link.
-        picked = {"strategy.preset"} if getattr(own.strategy, "preset", None) is None else set()
-        own_keys = OWN_TO_A_MEMBER | picked
+        # The server may have picked these from the measured link.
+        open_ones = {key for key in ("preset", "inner_steps") if getattr(own.strategy, key, None) is None}
+        own_keys = OWN_TO_A_MEMBER | {f"strategy.{key}" for key in open_ones}
         check_same_config(dict(theirs), public_dict(own), rank=rank, own=own_keys, first_is=first_is)
     plain = (own or Config.model_validate({})).model_dump(mode="json")
     for key in FROM_SERVER:
