@@ -10,7 +10,7 @@ import torch
 from benchmarks import mesh_bytes, p12
 from benchmarks.tasks import counted
 from tests.conformance.cases import Case, all_cases, assert_good_end, over
-from tests.equivalence.test_memory import measured
+from tests.equivalence.settings.test_memory import measured
 from tests.world import ElasticWorld
 
 from smolcluster.planner.candidates import Choice

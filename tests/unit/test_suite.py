@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tools.suite import MOST_AGAIN, arguments, judge, run_pytest
+from tools.suite import MAX_AGAIN, arguments, judge, run_pytest
 
 
 class Scripted:
@@ -33,7 +33,7 @@ def test_unstable_tests_alone_do_not_fail_the_run() -> None:
 
 
 def test_many_failures_are_not_run_again() -> None:
-    names = [f"a.py::test_{i}" for i in range(MOST_AGAIN + 1)]
+    names = [f"a.py::test_{i}" for i in range(MAX_AGAIN + 1)]
     assert judge(["a"], Scripted((1, names))).failed == names
 
 
@@ -58,6 +58,8 @@ def test_the_plugin_reports_failures_and_errors(tmp_path: Path) -> None:
 def test_the_whole_suite_is_run() -> None:
     words = arguments([], all_of_them=False, jobs=3)
     first = words.index("-n")
-    assert {Path(folder) for folder in words[:first]} == {path.parent for path in Path("tests").glob("*/test_*.py")}
+    assert {Path(folder) for folder in words[:first]} == {
+        Path(*path.parts[:2]) for path in Path("tests").glob("*/**/test_*.py")
+    }
     assert words[first : first + 3] == ["-n", "3", "--dist"]
     assert arguments(["tests/unit/test_x.py"], all_of_them=True, jobs=2)[1:3] == ["-m", ""]

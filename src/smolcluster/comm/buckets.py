@@ -132,6 +132,10 @@ class GradientBuckets:
             flat.copy_(mine)
             current.works.append(self.group.all_reduce(flat))
 
+    def kept(self, slot: int) -> list[Tensor]:
+        """Return this rank's weighted gradients, a view for each parameter."""
+        return self._slots[slot].views
+
     def kept_norm(self, slot: int) -> float:
         """Return the norm of this rank's weighted gradients."""
         return float(get_total_norm(self._gradients_in(self._slots[slot].mine)))
@@ -249,7 +253,6 @@ class GradientBuckets:
         return [*flats[:-1], flats[-1][: -len(self._parts) - 1]]
 
     def _views_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Return the view of each parameter, in the order of the parameters."""
         views: list[Tensor | None] = [None] * len(self._parts)
         for flat, members in zip(flats, self._members, strict=True):
             offset = 0

@@ -83,6 +83,9 @@ class Fragmented(Combination):
         for part in self._of(slot):
             part.again(0, zero=zero)
 
+    def contributed(self, slot: int) -> list[Tensor]:
+        return [tensor for part in self._of(slot) for tensor in part.contributed(0)]
+
     def norms(self, slot: int) -> tuple[float, float]:
         mine, held = zip(*(part.norms(0) for part in self._of(slot)), strict=True)
         return math.hypot(*mine), math.hypot(*held)

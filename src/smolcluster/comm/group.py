@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from smolcluster.comm.notes import Notes
 from smolcluster.comm.work import Done, PeerLost, Traffic, Work
@@ -30,10 +31,10 @@ __all__ = [
     "Work",
     "broadcast_in_place",
     "broadcast_tensors",
-    "check_same_layout",
     "collect_tensors",
     "gather_json",
     "share_of",
+    "synchronize_weights",
 ]
 
 
@@ -132,13 +133,24 @@ def broadcast_in_place(group: Group, tensors: Mapping[str, Tensor]) -> None:
                 tensor.copy_(exchanged)
 
 
-def check_same_layout(group: Group, tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError if ranks have other tensors than rank 0: backends would abort without an explanation."""
+def synchronize_weights(group: Group, tensors: Mapping[str, Tensor]) -> None:
+    """Copy rank 0's values to all ranks. Nothing is sent where all ranks made the same ones from the seed.
+
+    Raises UserError if ranks have other tensors than rank 0: backends would abort without an explanation.
+    """
     layout = [(n, str(t.dtype), list(t.shape)) for n, t in tensors.items()]
-    everyone = gather_json(group, hashlib.sha256(repr(layout).encode()).hexdigest()[:16])
-    others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    values = hashlib.sha256()
+    # From another device it takes longer than sending.
+    hashed = all(t.device.type == "cpu" and not isinstance(t, FakeTensor) for t in tensors.values())
+    for tensor in tensors.values() if hashed else ():
+        values.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    mine = [hashlib.sha256(repr(layout).encode()).hexdigest()[:16], values.hexdigest() if hashed else None]
+    everyone = gather_json(group, mine)
+    others = [rank for rank, other in enumerate(everyone) if other[0] != everyone[0][0]]
     if others:
         raise UserError(f"ranks {others} built another model than rank 0; start all ranks with the same configuration")
+    if any(other[1] is None or other[1] != everyone[0][1] for other in everyone):
+        broadcast_in_place(group, tensors)
 
 
 def broadcast_tensors(group: Group, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

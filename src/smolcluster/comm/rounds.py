@@ -52,6 +52,7 @@ class Contribution:
     said_loss: float = 0.0  # the same value, on the host
     loss_factor: float = 1.0  # so that the mean over samples is the loss of the global batch
     compute_s: float = 0.0  # compute time, also while it was being sent
+    local: Mapping[str, Any] | None = None  # what a strategy reports of its local steps, for the coordinator
     epoch: int = -1  # of the view it is combined in
     reported: bool = False
 
@@ -147,6 +148,10 @@ class Combination(ABC):
         """Combine again in the current group; `zero`: without this member's contribution."""
         raise AssertionError(f"{type(self).__name__} needs a fixed membership")
 
+    def contributed(self, slot: int) -> list[Tensor]:
+        """Return what this member contributed for each parameter, as the mean over its samples."""
+        raise AssertionError(f"{type(self).__name__} keeps no contribution")
+
     def norms(self, slot: int) -> tuple[float, float]:
         """Return the norms of this member's weighted contribution, and of its part of the result."""
         raise AssertionError(f"{type(self).__name__} needs a fixed membership")
@@ -178,8 +183,10 @@ class BucketSum(Combination):
             num_slots=num_slots,
             keep=group is None,
         )
+        self._weights = [0.0] * num_slots
 
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
+        self._weights[slot] = weight / scale
         self.buckets.arm(slot, weight=weight / scale, stop=stop)
 
     def finish(self, slot: int) -> None:
@@ -208,6 +215,9 @@ class BucketSum(Combination):
 
     def again(self, slot: int, *, zero: bool) -> None:
         self.buckets.restart(slot, zero=zero)
+
+    def contributed(self, slot: int) -> list[Tensor]:
+        return [mine / (self._weights[slot] or 1.0) for mine in self.buckets.kept(slot)]
 
     def norms(self, slot: int) -> tuple[float, float]:
         return self.buckets.kept_norm(slot), self.buckets.sum_norm(slot)
@@ -256,6 +266,7 @@ class Rounds(ABC):
     """This member's rounds, oldest first."""
 
     stop = False  # all members stop after this step
+    clip: tuple[float, float] | None = None  # a contribution whose norm exceeds the second is scaled to the first
 
     def __init__(self, combination: Combination, *, num_slots: int, local_steps: int = 1) -> None:
         self.combination, self.num_slots, self.local_steps = combination, num_slots, local_steps

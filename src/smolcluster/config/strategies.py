@@ -63,7 +63,8 @@ class Record:
     where: Mapping[str, str]  # plane, mesh or elastic -> `module:Class`; the first plane is the default
     # Of all planes, or by plane. None: known only to its code, and first read when a run begins.
     options: type[Options] | Mapping[str, type[Options]] | None = None
-    code_for: Callable[[Any], str | None] | None = None  # options that have code of their own; None: as `where` says
+    # Mesh plane: options that have code of their own; None: as `where` says.
+    code_for: Callable[[Any], str | None] | None = None
     use_when: str = ""
     aliases: tuple[str, ...] = ()
     topology: Topology = "ring"  # who exchanges with whom: a server and its workers, neighbours, a chain
@@ -103,8 +104,7 @@ def _axes(asked: PlanRequest) -> Iterable[Variant]:
 
 def _sharded(options: FSDPOptions) -> str | None:
     """Stages 2 and 3 are torch's."""
-    elastic = isinstance(options, ElasticFSDPOptions)  # where there are none
-    return f"{_HERE}.fsdp_sharded:ShardedFSDP" if options.fsdp_stage >= 2 and not elastic else None
+    return f"{_HERE}.fsdp_sharded:ShardedFSDP" if options.fsdp_stage >= 2 else None
 
 
 _HERE = "smolcluster.strategies"
@@ -196,6 +196,7 @@ _RECORDS = (
         summary="workers train for themselves; a second optimizer takes the mean of how far they went, rarely",
         where={"mesh": f"{_HERE}.diloco:DiLoCo", "elastic": f"{_HERE}.diloco:DiLoCo"},
         options=DiLoCoOptions,
+        code_for=lambda options: f"{_HERE}.diloco_nested:NestedDiLoCo" if options.inner == "fsdp" else None,
         use_when="machines are in different homes: 1 to 100 Mbit/s between them",
         aliases=("opendiloco",),
     ),
@@ -317,10 +318,10 @@ def written(field: FieldInfo) -> Any:
 
 def describe_option(takers: Iterable[StrategyOption]) -> str:
     """Format as `allreduce, fsdp: meaning. edp: meaning`."""
-    said: dict[str, list[str]] = {}
+    takers_by_text: dict[str, list[str]] = {}
     for option in takers:
-        said.setdefault(option.field.description or "", []).append(option.taker)
-    return ". ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
+        takers_by_text.setdefault(option.field.description or "", []).append(option.taker)
+    return ". ".join(f"{', '.join(names)}: {text}" for text, names in takers_by_text.items())
 
 
 # Packages
@@ -349,11 +350,11 @@ def _load(entry: EntryPoint) -> Record:
         if found.name != entry.name:
             raise UserError(f"strategy {entry.name}: the record at {entry.value} is of '{found.name}'; use one name")
         return found
-    said = (found.__doc__ or "").strip().splitlines()
+    lines = (found.__doc__ or "").strip().splitlines()
     return Record(
         name=entry.name,
         algorithm=found.__name__,
-        summary=said[0] if said else entry.value,
+        summary=lines[0] if lines else entry.value,
         where={"mesh": entry.value},
         options=getattr(found, "Config", None),
     )

@@ -22,7 +22,7 @@ from smolcluster.dashboard.app import make_app, needed
 from smolcluster.dashboard.hub import Hub
 from smolcluster.dashboard.runs import RunFolder
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.local.processes import NEW_GROUP
+from smolcluster.launch.local.processes import NEW_GROUP, end_by_closing
 from smolcluster.web import server as web
 from smolcluster.web.connections import HttpLimits
 from smolcluster.web.guard import choose_token
@@ -105,9 +105,7 @@ def lower_priority() -> None:
 _background: list[subprocess.Popen[bytes]] = []
 
 
-def start_in_background(
-    folder: Path, run_dir: Path, port: int | None = None, *, bind: str = "127.0.0.1", token: str | None = None
-) -> str:
+def start_in_background(folder: Path, run_dir: Path, port: int | None = None) -> str:
     """Serve the runs of `folder` from a child process, with `run_dir` shown first. Returns its address.
 
     The child has a low priority and ends with this process, also when that is killed.
@@ -115,7 +113,7 @@ def start_in_background(
     with needed():
         import starlette  # noqa: F401 - missing packages are reported here, not by the child
         import uvicorn  # noqa: F401
-    config = {"folder": str(folder.resolve()), "run": run_dir.name, "port": port, "bind": bind, "token": token}
+    config = {"folder": str(folder.resolve()), "run": run_dir.name, "port": port}
     process = subprocess.Popen(
         [sys.executable, "-m", "smolcluster.dashboard"],
         stdin=subprocess.PIPE,
@@ -150,14 +148,5 @@ def start_in_background(
 
 def _end_background() -> None:
     """Close the standard input of each child, which then sends its viewers the last changes and exits."""
-    for process in _background:
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-        try:
-            process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    end_by_closing(_background, within_s=LEAVE_S)
     _background.clear()

@@ -22,9 +22,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from smolcluster.data.file_lock import run_once
 from smolcluster.durable_files import replacing
 from smolcluster.errors import UserError
+from smolcluster.folders import user_folder
+from smolcluster.locks import run_once
 
 FORMAT_VERSION = 1
 HEAD_BYTES = 65536
@@ -54,13 +55,7 @@ def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     chosen = cache_dir or os.environ.get("SMOLCLUSTER_CACHE")
     if chosen:
         return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA")
-        return (Path(local) if local else Path.home() / "AppData" / "Local") / "smolcluster" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "smolcluster"
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "smolcluster"
+    return user_folder("cache") / ("cache" if sys.platform == "win32" else "")
 
 
 def remove_abandoned(folder: Path) -> None:

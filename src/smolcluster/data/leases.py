@@ -25,6 +25,7 @@ import numpy as np
 from smolcluster.data.sampler import Indices, Sampler
 from smolcluster.errors import UserError
 
+LATE = " late"  # after a holder's name: its leases that were put by
 _LIMIT = 2**63  # positions are signed 64-bit integers in checkpoints
 
 
@@ -94,6 +95,20 @@ class Leases:
             raise ValueError(f"'{holder}' has no lease for step {step}: it was settled or given back before")
         return self._take(holder, step)
 
+    def shorten(self, holder: str, step: int, count: int) -> list[Range]:
+        """Keep the first `count` samples of a lease, in its order. Return the others, to be granted again."""
+        ranges = self._take(holder, step)
+        kept, rest = [], []
+        for part in ranges:
+            here = min(part.count, max(0, count))
+            count -= here
+            kept.append(Range(part.start, here))
+            rest.append(Range(part.start + here, part.count - here))
+        self._held.setdefault(holder, {})[step] = [part for part in kept if part.count]
+        self._returned = _joined([*self._returned, *rest])
+        self._fold()
+        return _joined(rest)
+
     def give_back(self, holder: str, step: int | None = None) -> list[Range]:
         """Return the samples of this lease (None: of all leases of the holder) to be granted again."""
         held = self._held.get(holder, {})
@@ -108,6 +123,29 @@ class Leases:
         taken = self._take(holder, step) if step in self._held.get(holder, {}) else []
         self._aside = _joined([*self._aside, *taken])
         return taken
+
+    def put_by(self, holder: str) -> None:
+        """Keep the leases of a holder that is late apart, until `take_up`."""
+        if leases := self._held.pop(holder, {}):
+            self._held[f"{holder}{LATE}"] = leases
+
+    def take_up(self, holder: str, read: Mapping[int, int]) -> list[Range]:
+        """Return the samples of late leases, which `extend` grants again: as many of each step as were read.
+
+        All others of the holder are given back.
+        """
+        late = f"{holder}{LATE}"
+        for step, ranges in self.held(late).items():
+            if not read.get(step):
+                self.give_back(late, step)
+            elif read[step] < sum(part.count for part in ranges):
+                self.shorten(late, step, read[step])
+        return _joined(r for step in list(self._held.get(late, {})) for r in self._take(late, step))
+
+    def extend(self, holder: str, step: int, ranges: Sequence[Range]) -> None:
+        """Put samples that `take_up` returned before those of the holder's lease for this step."""
+        leases = self._held.setdefault(holder, {})
+        leases[step] = [*ranges, *leases.get(step, [])]
 
     def held(self, holder: str) -> dict[int, list[Range]]:
         """Return this holder's leases by step."""

@@ -15,6 +15,7 @@ from smolcluster.observe.plot import loss_plot
 from smolcluster.observe.run_state import loss_curve
 from smolcluster.observe.text import clock, encodable, number, printable, short, size
 
+WIDTH = 72
 _COUNTS = (
     ("stale_rejected", "stale gradient refused", "stale gradients refused"),
     ("skipped", "step skipped (NaN or infinite)", "steps skipped (NaN or infinite)"),
@@ -49,7 +50,6 @@ def render_summary(
     rows: Sequence[Mapping[str, Any]],
     sample: SampleText | None,
     *,
-    width: int = 72,
     unicode: bool | None = None,
 ) -> str:
     """Return the summary as plain text. `summary` is summary.json plus `run_dir`; missing fields are left out.
@@ -57,9 +57,9 @@ def render_summary(
     `unicode` None: if the encoding of stdout has the characters.
     """
     facts = restore(dict(summary))
-    blocks = [_headline(facts), _numbers(facts), _plot(rows, width=width, unicode=unicode)]
+    blocks = [_headline(facts), _numbers(facts), _plot(rows, unicode=unicode)]
     if sample is not None:
-        blocks.append(_sample(sample, width=width))
+        blocks.append(_sample(sample))
     blocks.append(_paths(facts))
     text = "\n\n".join(block for block in blocks if block)
     return encodable(text, sys.stdout) if unicode is None else text
@@ -104,20 +104,20 @@ def _numbers(facts: Mapping[str, Any]) -> str:
     return "\n".join("   ".join(line) for line in (results, cost) if line)
 
 
-def _plot(rows: Sequence[Mapping[str, Any]], *, width: int, unicode: bool | None) -> str:
+def _plot(rows: Sequence[Mapping[str, Any]], *, unicode: bool | None) -> str:
     """Plot the loss over steps; empty for fewer than two logged steps."""
     steps, losses = loss_curve(rows)
     if len(steps) < 2 or not any(math.isfinite(loss) for loss in losses):
         return ""
     evaluated = {int(row["step"]): float(row["val_loss"]) for row in rows if row.get("val_loss") is not None}
-    return loss_plot(steps, losses, width=width, val=sorted(evaluated.items()), unicode=unicode)
+    return loss_plot(steps, losses, width=WIDTH, val=sorted(evaluated.items()), unicode=unicode)
 
 
-def _sample(sample: SampleText, *, width: int) -> str:
+def _sample(sample: SampleText) -> str:
     """Return the sample with its line breaks and without control characters."""
     text = printable(sample.prompt + sample.text, keep="\n\t")
     # White space stays: models of code indent.
-    wrapper = textwrap.TextWrapper(max(20, width - 2), drop_whitespace=False, replace_whitespace=False)
+    wrapper = textwrap.TextWrapper(WIDTH - 2, drop_whitespace=False, replace_whitespace=False)
     wrapped = [piece for line in text.splitlines() for piece in wrapper.wrap(line) or [""]]
     return "sample\n" + "\n".join(("  " + line).rstrip() for line in wrapped)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.places import at_most
 from torch import Tensor
 
 from smolcluster.comm import codecs
@@ -439,7 +440,7 @@ class TestMeta:
         began = time.process_time()
         with pytest.raises(FrameError):
             decode_meta(text)
-        assert time.process_time() - began < 1.0
+        assert time.process_time() - began < at_most(1.0)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, torch.zeros(1)])
     def test_a_sender_is_told_what_json_cannot_say(self, value: Any) -> None:

@@ -148,3 +148,14 @@ def test_it_goes_on_with_what_it_had_of_its_own() -> None:
     first, second = one.take(), other.take()
     for name in SHAPES:
         assert torch.equal(first[name], second[name])  # type: ignore[arg-type]
+
+
+def test_what_a_member_contributed_is_what_it_gave(members: list[Member]) -> None:
+    """Sent or kept: for a round that is too late."""
+    at_once(members, lambda rank, member: (member.contribute(drawn(rank), WEIGHTS[rank]), member.take()))
+    at_once(members, lambda rank, member: member.contribute(drawn(7 + rank), WEIGHTS[rank]))
+    for found, expected in zip(members[1].mean.contributed(0), drawn(8).values(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+    at_once(members, lambda rank, member: member.contribute({n: t * math.nan for n, t in drawn(1).items()}, 1.0))
+    assert all(torch.isnan(tensor).all() for tensor in members[1].mean.contributed(0))

@@ -137,9 +137,9 @@ def generator(key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key))
 
 
-def check_choice(codec: str, option: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise UserError(f"codec {codec}: {option} = {value!r}; {suggest(str(value), known)}")
+def check_values(codec: str, values: str) -> None:
+    if values not in VALUES:
+        raise UserError(f"codec {codec}: values = {values!r}; {suggest(values, VALUES)}")
 
 
 def check_count(codec: str, option: str, value: object) -> None:

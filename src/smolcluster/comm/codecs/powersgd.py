@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smolcluster.comm.codecs.base import VALUES, Codec, check_choice, check_count, generator, numbers, store
+from smolcluster.comm.codecs.base import VALUES, Codec, check_count, check_values, generator, numbers, store
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PowerSGD(Codec):
 
     def __post_init__(self) -> None:
         check_count(self.name, "rank", self.rank)
-        check_choice(self.name, "values", self.values, list(VALUES))
+        check_values(self.name, self.values)
 
     def nbytes(self, shape: Sequence[int]) -> int:
         rank = self._rank(shape)

@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from smolcluster.comm.codecs.base import VALUES, Codec, CodecError, check_choice, numbers, random_words, store
+from smolcluster.comm.codecs.base import VALUES, Codec, CodecError, check_values, numbers, random_words, store
 from smolcluster.errors import UserError
 
 Places = npt.NDArray[np.int64]
@@ -47,7 +47,7 @@ class _Sparse(Codec):
     def __post_init__(self) -> None:
         if not isinstance(self.fraction, int | float) or not 0 < self.fraction <= 1:
             raise UserError(f"codec {self.name}: fraction = {self.fraction!r} must be a number above 0 and at most 1")
-        check_choice(self.name, "values", self.values, list(VALUES))
+        check_values(self.name, self.values)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -21,6 +21,7 @@ class MemberSide(ABC):
     context: Context
     replica: Replica
 
+    alone = False  # without the server, training goes on here
     recall: Callable[[int], Mapping[str, Tensor]] | None = None  # loads what this worker saved of its own after a step
 
     @abstractmethod
@@ -38,6 +39,9 @@ class MemberSide(ABC):
     def _link(self) -> ServerLink:
         assert self.context.server_link is not None
         return self.context.server_link
+
+    def come_back(self) -> None:  # noqa: B027
+        """End training alone."""
 
     def introduction(self) -> dict[str, Any]:
         """Return what a strategy adds to JOIN."""

@@ -13,10 +13,15 @@ joins there is a new VIEW: results without a COMMIT are discarded, and those rou
 that the remaining members still hold. A refused contribution (not finite, far too large) is left out in the same way. Messages
 of an older view are dropped. In a partitioned network only the side with the coordinator can commit.
 
+With a quorum, a member that is late is left out of the view, and its work counts in a later round
+(`coordination/late_members.py`): so each contribution is announced to the coordinator, with a WAITING for its step.
+
 A newcomer gets weights and optimizer state from a member, or from the coordinator at the start of a run. It contributes nothing
 to rounds that the others have computed. Where every member holds the whole result it first follows outside the view,
 while the others train: it gets a state through the coordinator, then the results of the rounds since, and applies them
 (`coordination/followers.py`).
+
+A worker may train on alone while it has no link to the coordinator (`engine/alone.py`).
 
 The coordinator's record survives a restart. The workers reconnect and report what they hold; a round whose COMMIT was recorded
 and not received is applied from the result that they kept.
@@ -28,7 +33,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +49,7 @@ from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.group import PeerLost
 from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds, UnreadableContribution
+from smolcluster.engine.alone import Alone
 from smolcluster.engine.elastic.deadline import WAITING_S
 from smolcluster.engine.elastic.member_side import MemberSide
 from smolcluster.errors import SmolclusterError
@@ -85,20 +91,30 @@ class ElasticRounds(Rounds, MemberSide):
         self._link.at_once(None, self._on_disconnected)
         self._apply_s = 0.0  # time to apply the last result
         self._round = 0  # the last step of the round that was begun
+        self._local: Mapping[str, Any] | None = None  # of the last round: a coordinator that restarts asks for it
         self._shares: dict[int, list[Tensor]] = {}  # of the next round to follow, in slices
         self._pull: Message | None = None  # an upload that was requested, until no round is under way here
+        self._alone = Alone(self.context, self.replica, most_steps=strategy.max_rounds_apart * strategy.local_steps)
+        self._late: list[list[int]] = []  # rounds it was late for, and their samples, still leased
 
     def introduction(self) -> dict[str, Any]:
+        self.come_back()
         held = [[flight.step, flight.epoch] for flight in self.flights if flight.reported]
-        return {"address": self._address, "updates": self.replica.updates, "held": held}
+        local = {} if self._local is None else {"local": self._local}
+        return {"address": self._address, "updates": self.replica.updates, "held": held, **local}
 
     def lease(self) -> Lease | None:
         while not self._over:
             self._check_stop()
             self._advance(wait=False)
-            if self._link.leases and self._group is not None:
+            if self._goes_on_alone():
+                if (lease := self._alone.lease()) is not None:
+                    self._round = 0
+                    return lease
+            elif self._link.leases and self._group is not None:
                 lease = self._link.leases.popleft()
-                self._round = lease.step
+                self._round, self.clip = lease.step, lease.clip
+                self._alone.batch = max(1, lease.samples // lease.steps)
                 return lease
             if not self._over:
                 self._advance(wait=True)
@@ -108,8 +124,26 @@ class ElasticRounds(Rounds, MemberSide):
         return step == self._round
 
     def settle(self, *, in_flight: int) -> None:
-        while len(self.flights) > in_flight and not self._over:
+        while len(self.flights) > in_flight and not self._over and not self._goes_on_alone():
             self._advance(wait=True)
+
+    def _goes_on_alone(self) -> bool:
+        """Return whether this worker trains without the coordinator now."""
+        if not self.alone and self._alone.is_possible and not self._link.connected:
+            # A result that was reported may have counted: it is kept, and applied if the coordinator says so.
+            held = deque(flight for flight in self.flights if flight.reported)
+            self._strategy.set_aside([flight for flight in self.flights if not flight.reported], held=held)
+            self.flights = held
+            self._strategy.go_on_alone()
+            self._alone.begin()
+            self.alone = True
+        return self.alone
+
+    def come_back(self) -> None:
+        if self.alone:
+            self.alone = False
+            self._alone.end()
+            self._strategy.come_back()
 
     def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]:
         mine.epoch = self._epoch
@@ -119,6 +153,12 @@ class ElasticRounds(Rounds, MemberSide):
         assert mine.loss is not None
         mine.said_loss = float(mine.loss)  # waits for the GPU
         mine.compute_s += time.perf_counter() - started
+        self._announce(mine)
+
+    def _announce(self, mine: Contribution) -> None:
+        """Report that this contribution is complete."""
+        if self._strategy.quorum < 1:
+            self._link.send(Kind.WAITING, step=mine.step, epoch=self._epoch)
 
     def _advance(self, *, wait: bool) -> None:
         """Report the oldest result and handle messages of the coordinator. With `wait`, block until something has happened."""
@@ -150,6 +190,8 @@ class ElasticRounds(Rounds, MemberSide):
     def _next_message(self, *, wait: bool) -> Message | None:
         while (message := self._link.get(WAITING_S if wait else 0)) is None and wait:
             self._report_waiting()
+            if self._strategy.max_rounds_apart and not self._link.connected:
+                break
         return message
 
     def _report_waiting(self) -> None:
@@ -157,7 +199,7 @@ class ElasticRounds(Rounds, MemberSide):
         now = time.monotonic()
         if now - self._reported_waiting >= WAITING_S:
             self._reported_waiting = now
-            self._link.send(Kind.WAITING, epoch=self._epoch)
+            self._link.send(Kind.WAITING, epoch=self._epoch, meta={"late": self._late} if self._late else {})
 
     def _report(self, flight: Contribution) -> None:
         mine, held = self.combination.norms(flight.slot)
@@ -166,7 +208,9 @@ class ElasticRounds(Rounds, MemberSide):
         # As text: JSON has no NaN, and all must parse the same number.
         meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.said_loss)}
         meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s, "weight": flight.weight}
-        meta["scale"] = flight.scale
+        meta |= {"scale": flight.scale, "samples": flight.samples}
+        if flight.local is not None:
+            meta["local"] = self._local = flight.local
         log.debug("have the result of step %d in view %d", flight.step, self._epoch)
         self._link.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
 
@@ -253,14 +297,25 @@ class ElasticRounds(Rounds, MemberSide):
             flight = self.flights[0] if self.flights else None
             if flight is not None and flight.reported and (flight.step, flight.epoch) == (step, epoch):
                 self._take_step(weight=weight, norm=norm)
-        if self.flights:
+        most = self._strategy.max_rounds_apart
+        if late := bool(welcome.meta.get("late")):
+            self._late += [[flight.step, flight.samples] for flight in self.flights if flight.samples > 0]
+        self._strategy.set_aside(self.flights if late or most else [])
+        if not late and not self._late:
+            self._strategy.unlease_late()
+        if most and (behind := (welcome.step - self.replica.updates) / self.local_steps) > most:
+            self._strategy.forget_late(f"it is {behind:g} rounds behind, strategy.max_rounds_apart is {most}")
+        if self.flights and not late and not most:
             computed = sum(flight.samples > 0 for flight in self.flights)
             self.context.stale_rejected += computed
-            self.flights.clear()
             if computed and self._strategy.stops_when_stale:
                 raise SmolclusterError("this worker's gradients were too late to count, and strategy.on_stale is stop")
+        self.flights.clear()
         self._disconnected, self._pull, self._shares = False, None, {}
         super()._enter(welcome)
+        if late:
+            self._reported_waiting = -math.inf
+            self._report_waiting()
 
     def _regroup(self, message: Message) -> None:
         """Enter a new view: form its group and combine again what was not committed in the last."""
@@ -286,13 +341,28 @@ class ElasticRounds(Rounds, MemberSide):
             return  # superseded by the next view
         self._settled = True
         if me in meta["idle"]:
-            # The others have computed these steps or hold their leases.
+            # The others have computed these steps or hold their leases; those of an earlier view have returned.
+            self._link.leases.clear()
             coming = [int(step) for step in meta["rounds"]][: self.num_slots]
             self.flights = deque(Contribution(step, self.slot_of(step)) for step in coming)
+        carried, self._late = self._count_late(meta), []
         left_out = {int(step): ranks for step, ranks in meta["left_out"].items()}
         for flight in self.flights:
             flight.epoch, flight.reported = view.epoch, False
-            self.combination.again(flight.slot, zero=flight.samples == 0 or me in left_out.get(flight.step, ()))
+            if carried and flight is self.flights[0]:
+                self._strategy.contribute_late(flight)
+            else:
+                self.combination.again(flight.slot, zero=flight.samples == 0 or me in left_out.get(flight.step, ()))
+            self._announce(flight)
+
+    def _count_late(self, meta: Mapping[str, Any]) -> bool:
+        """Return whether the work of rounds that this worker was late for counts in the round that the others compute."""
+        me = self.context.seat.rank
+        if self._late and me not in meta.get("late", ()):
+            self._strategy.unlease_late()
+            if not self._strategy.max_rounds_apart:
+                self._strategy.forget_late("its samples were leased to others")
+        return bool(self._late) and me in meta.get("late", ()) and me in meta["idle"]
 
     def _receive_state(self, view: View) -> bool:
         """Load the state that a donor sends. Return False when a new view follows instead."""

@@ -338,10 +338,10 @@ def _known_hosts_file(machine: ClusterMachine, what: str) -> Iterator[None]:
 class KnownHosts:
     """The host keys in ~/.ssh/known_hosts, and whether to accept new ones. Invalid lines are skipped, as ssh does."""
 
-    def __init__(self, path: Path | None = None, *, accept_new: bool = False) -> None:
+    def __init__(self, *, accept_new: bool = False) -> None:
         import asyncssh
 
-        self.path = path or Path(KNOWN_HOSTS).expanduser()
+        self.path = Path(KNOWN_HOSTS).expanduser()
         self._known = asyncssh.import_known_hosts("")
         for number, line in enumerate(self._lines(), 1):
             try:

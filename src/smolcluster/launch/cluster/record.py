@@ -16,14 +16,11 @@ from typing import Any
 
 from smolcluster.durable_files import atomic_write_text
 from smolcluster.errors import UserError, unknown_name
+from smolcluster.folders import user_folder
 
 
-def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    if sys.platform == "win32":
-        base = Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return base / "smolcluster" / "clusters"
+def state_folder() -> Path:
+    return user_folder("state") / "clusters"
 
 
 @contextlib.contextmanager
@@ -62,15 +59,10 @@ def restore_record(name: str, former: tuple[bytes, float] | None, folder: Path |
     """Restore a record and its time, by which the last cluster is found."""
     path = (folder or state_folder()) / f"{name}.json"
     if former is None:
-        delete_record(name, folder)
+        path.unlink(missing_ok=True)
     elif not path.exists() or path.read_bytes() != former[0]:
         path.write_bytes(former[0])
         os.utime(path, (former[1], former[1]))
-
-
-def delete_record(name: str, folder: Path | None = None) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        ((folder or state_folder()) / f"{name}.json").unlink()
 
 
 def load_record(name: str | None, folder: Path | None = None) -> dict[str, Any]:

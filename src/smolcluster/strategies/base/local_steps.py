@@ -22,6 +22,9 @@ The anchor is the model of the run: it is evaluated, saved and exported, and wor
 the mesh plane in the middle of a round also has the local state of each worker and the results in flight, so that the round
 continues. On the elastic plane states are taken between rounds.
 
+A round that was too late on the elastic plane waits in an error buffer (`late_work.py`), which counts with the next
+contribution, and is kept beside the local state.
+
 The state of the outer optimizer is shared: it is in every checkpoint and is sent to workers that join. That of the inner one is
 local; other strategies continue with that of rank 0. On the elastic plane a checkpoint has that of one worker, and each worker
 keeps its own on its disk, beside its error feedback: workers that restart in the same run directory continue with it where the
@@ -33,18 +36,22 @@ Memory: the anchor and what is exchanged, beside weights, gradients and the stat
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
+from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.fragmented import Fragmented
-from smolcluster.comm.rounds import Combination, Committed
+from smolcluster.comm.rounds import Combination, Committed, Contribution
 from smolcluster.compute.optim import load_named_state, named_state
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
@@ -54,11 +61,14 @@ from smolcluster.parallel.encoding import summed_by_workers
 from smolcluster.parallel.fragments import deal
 from smolcluster.parallel.placement import Node, Placement, Shape
 from smolcluster.strategies.base import Scope, State, StepReport
+from smolcluster.strategies.base.late_work import LateWork
 from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
 
+log = logging.getLogger(__name__)
+
 LocalStepsT = TypeVar("LocalStepsT", bound=RoundOptions)
-WEIGHTS, MOMENTS, ROUND = "weights/", "optimizer/", "round/"  # prefixes in `State.own`
+WEIGHTS, MOMENTS, ROUND, LATE = "weights/", "optimizer/", "round/", "late/"  # prefixes in `State.own`
 OUTER = "outer/"  # prefix in `State.shared`
 
 
@@ -72,6 +82,8 @@ class _Round:
     loss: Tensor | float = 0.0  # the sum of weighted losses
     compute_s: float = 0.0
     counted: bool = False  # the task counts targets
+    steps: int = 0
+    since: float = 0.0  # the end of its first step, by time.perf_counter
 
 
 class LocalSteps(Exchanging[LocalStepsT]):
@@ -100,6 +112,11 @@ class LocalSteps(Exchanging[LocalStepsT]):
         if options.streaming.overlap and not all(node.stays for node in nodes):
             said = "strategy.overlap is for cluster.plane mesh: on the elastic plane an exchange is waited for; set it to 0"
             return Placement(refusals=[said])
+        if options.equal_time and all(node.stays for node in nodes):
+            said = (
+                "strategy.inner_steps auto is for cluster.plane elastic: on the mesh plane all ranks take as many steps"
+            )
+            return Placement(refusals=[f"{said}; set it to {options.steps_per_round}"])
         placement = cls.exchanged(options, nodes, shape)
         if shape is None:
             return placement
@@ -130,7 +147,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     def setup(self, task: Task) -> None:
         super().setup(task)
-        self._mine = _Round(self.replica.updates)
+        self._mine, self._late = _Round(self.replica.updates), LateWork()
         if self.context.server_context is not None:  # a coordinator trains nothing
             return
         trained, last = self.trained, self.context.total_steps
@@ -152,6 +169,10 @@ class LocalSteps(Exchanging[LocalStepsT]):
         return self.options.steps_per_round // self._streaming.fragments
 
     @property
+    def equal_time(self) -> bool:
+        return self.options.equal_time
+
+    @property
     def rounds_in_flight(self) -> int:
         return -(-self._streaming.overlap // self.local_steps)
 
@@ -163,6 +184,8 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     def step(self, batch: Batch) -> StepReport:
         replica, started = self.replica, time.perf_counter()
+        if self.equal_time:
+            replica.updates = batch.step - 1  # learning rates follow the steps of the run, not of this machine
         rate = replica.learning_rate
         loss = replica.compute(batch)
         norm = replica.apply()
@@ -170,6 +193,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         mine.samples, mine.weight = mine.samples + batch.samples, mine.weight + batch.weight
         mine.loss, mine.counted = mine.loss + loss * batch.weight, batch.counts is not None
         mine.compute_s += time.perf_counter() - started
+        mine.steps, mine.since = mine.steps + 1, mine.since or time.perf_counter()
         report = StepReport(loss=loss, grad_norm=norm, learning_rate=rate, samples=batch.samples, tokens=batch.tokens)
         ends = self.rounds.ends(batch.step)
         if ends or self._due(batch.step):
@@ -193,26 +217,53 @@ class LocalSteps(Exchanging[LocalStepsT]):
         """Contribute the distance from the anchor; without streaming, return to the anchor until the round is committed."""
         if step == self.context.total_steps:  # with all fragments
             self.rounds.settle(in_flight=0)
-        slot = self.rounds.slot_of(step)
-        for place in self._fragmented.places(slot):
-            parameter, anchor = self.replica.parameters[place], self._anchor[place]
-            parameter.grad = anchor - parameter
-            if not self._streaming.streams:
-                parameter.copy_(anchor)
-        done = self._mine
+        slot, done = self.rounds.slot_of(step), self._mine
+        local = self._local_report(done) if self.context.fixed_group is None else None
+        self._put_gradients(slot)
+        if local is not None:
+            local |= self._clipped(rounds=1 + self._late.rounds)
+        leased = self._late.samples  # of rounds that were late, and count now
+        self._late.counted()
         if not self._streaming.overlap:
             self.replica.updates = done.first
         with self.rounds.contribute(
-            step, samples=done.samples, weight=done.weight, counted=done.counted, scale=1.0
+            step, samples=done.samples + leased, weight=done.weight, counted=done.counted, scale=1.0
         ) as mine:
             mine.loss = torch.as_tensor(done.loss / (done.weight or 1.0))
-            mine.compute_s = done.compute_s
+            mine.compute_s, mine.local = done.compute_s, local
             mine.start()
         self._mine = _Round(self.replica.updates)
+
+    def _put_gradients(self, slot: int) -> None:
+        for place in self._fragmented.places(slot):
+            parameter, anchor = self.replica.parameters[place], self._anchor[place]
+            parameter.grad = self._late.add_to(place, anchor - parameter)
+            if not self._streaming.streams:
+                parameter.copy_(anchor)
+
+    def _local_report(self, done: _Round) -> dict[str, Any]:
+        """Return the steps of a round and their time, without that of the first, in which code may be compiled."""
+        float(done.loss)  # wait for the GPU
+        passed_s = time.perf_counter() - done.since
+        return {"steps": done.steps, "step_s": passed_s / (done.steps - 1) if done.steps > 1 else done.compute_s}
+
+    def _clipped(self, *, rounds: float) -> dict[str, Any]:
+        """Clip a pseudo-gradient that is far above the usual of so many rounds.
+
+        Return its norm, as text, and the norm that it was clipped to.
+        """
+        deltas = [p.grad for p in self.replica.parameters if p.grad is not None]
+        norm = float(get_total_norm(deltas))
+        usual, bound = (rounds * norm for norm in self.rounds.clip or (0.0, math.inf))
+        if not bound < norm < math.inf:  # one that is not finite is refused
+            return {"norm": repr(norm)}
+        torch._foreach_mul_(deltas, usual / norm)
+        return {"norm": repr(norm), "usual": usual}
 
     @torch.no_grad()
     def apply(self, result: Committed) -> None:
         places = self._fragmented.places(result.slot)
+        self._late.committed(places)
         parameters: list[Tensor] = [self.replica.parameters[place] for place in places]
         anchors = [self._anchor[place] for place in places]
         if not result.empty:
@@ -228,6 +279,61 @@ class LocalSteps(Exchanging[LocalStepsT]):
         if not self._streaming.overlap:
             self.replica.updates = result.step
             self._mine = _Round(result.step)
+
+    # Rounds that were too late
+
+    @torch.no_grad()
+    def set_aside(self, late: Iterable[Contribution], *, held: Iterable[Contribution] = ()) -> None:
+        for mine in held:
+            self._late.committed(self._fragmented.places(mine.slot))  # it is in that contribution
+        for mine in late:
+            if mine.samples and not self._streaming.streams:
+                tensors = zip(self._fragmented.places(mine.slot), self._fragmented.contributed(mine.slot), strict=True)
+                self._late.put(dict(tensors), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
+            elif mine.samples:  # what was contributed is still in the weights
+                self._late.not_committed()
+                self._late.put(self._return_to_anchor(), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
+        self._late.not_committed()
+
+    def _return_to_anchor(self) -> dict[int, Tensor]:
+        """Return the distance of all parameters from the anchor, which they are set to."""
+        pairs = list(zip(self.replica.parameters, self._anchor, strict=True))
+        distances = {place: anchor - parameter for place, (parameter, anchor) in enumerate(pairs)}
+        for parameter, anchor in pairs:
+            parameter.copy_(anchor)
+        return distances
+
+    @torch.no_grad()
+    def contribute_late(self, mine: Contribution) -> None:
+        late = self._late
+        mine.samples, mine.weight, mine.said_loss = late.samples, late.weight, late.loss
+        self._put_gradients(mine.slot)
+        self._clipped(rounds=late.rounds)
+        late.counted()
+        self._fragmented.start(mine.slot, weight=mine.weight)
+        self._fragmented.finish(mine.slot)
+
+    @torch.no_grad()
+    def go_on_alone(self) -> None:
+        for place, tensor in self._late.tensors.items():
+            parameter = self.replica.parameters[place]
+            parameter.sub_(tensor.to(parameter.device, parameter.dtype))
+        self._late.clear()
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        rounds = self._mine.steps / self.local_steps
+        self._late.put(self._return_to_anchor(), samples=0, weight=0.0, loss=0.0, rounds=rounds)
+        self.replica.updates = self._mine.first
+        self._mine = _Round(self.replica.updates)
+
+    def unlease_late(self) -> None:
+        self._late.unleased()
+
+    def forget_late(self, reason: str) -> None:
+        if self._late.tensors:
+            log.warning("what this worker computed and no round has counted is dropped: %s", reason)
+        self._late.clear()
 
     @property
     def _in_round(self) -> bool:
@@ -281,18 +387,20 @@ class LocalSteps(Exchanging[LocalStepsT]):
             state.weights = {**state.weights, **trained}
         if self._streaming.streams:
             state.numbers["fragments"] = [self._streaming.fragments, self.local_steps]
-        state.own = own
+        state.own = own | {f"{LATE}{name}": tensor for name, tensor in self._late.state(self._names()).items()}
         return state
 
     def load_state(self, state: State) -> None:
         self._check_fragments(state)
         own = state.own
         moments = {name.removeprefix(MOMENTS): tensor for name, tensor in own.items() if name.startswith(MOMENTS)}
-        buffers = {name: tensor for name, tensor in own.items() if not name.startswith((WEIGHTS, MOMENTS, ROUND))}
+        buffers = {name: tensor for name, tensor in own.items() if not name.startswith((WEIGHTS, MOMENTS, ROUND, LATE))}
         super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
         self._mine = _Round(self.replica.updates)
         if f"{ROUND}first" in own:
             self._load_round(own)
+        if late := under(LATE, own):
+            self._late.load(self._names(), late)
 
     def _load_rounds(self, state: State) -> None:
         if self.context.server_context is None:

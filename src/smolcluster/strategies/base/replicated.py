@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar, Literal, TypeVar, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from smolcluster.comm.codecs import chosen_codec
 from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.encoded_sum import EncodedSum
-from smolcluster.comm.group import broadcast_in_place, check_same_layout
+from smolcluster.comm.group import synchronize_weights
 from smolcluster.comm.rounds import (
     AtServer,
     BucketSum,
@@ -60,8 +60,7 @@ class Exchanging(Replicated[OptionsT]):
         context, weights = self.context, self.replica.weights()
         if context.open_rounds is not None:
             return context.open_rounds(self, combination)
-        check_same_layout(context.group, weights)
-        broadcast_in_place(context.group, weights)
+        synchronize_weights(context.group, weights)
         return MeshRounds(
             combination,
             self.apply,
@@ -112,6 +111,11 @@ class Exchanging(Replicated[OptionsT]):
         return 1
 
     @property
+    def equal_time(self) -> bool:
+        """Whether workers take as many local steps in a round as each has time for; `local_steps`: the usual one."""
+        return False
+
+    @property
     def rounds_in_flight(self) -> int:
         """How many rounds may be in flight while the next is computed."""
         return 0
@@ -120,6 +124,39 @@ class Exchanging(Replicated[OptionsT]):
     def round_timeout(self) -> float | None:
         """Seconds that a worker may compute while others wait for it; None: adaptive."""
         return None
+
+    @property
+    def quorum(self) -> float:
+        """The share of the members that must have contributed to a round where the others are late; 1: wait for all."""
+        return 1.0
+
+    @property
+    def max_rounds_apart(self) -> int:
+        """How many rounds a worker that has lost the coordinator may train alone; 0: it waits."""
+        return 0
+
+    # Elastic plane, with a quorum or offline
+
+    def set_aside(self, late: Iterable[Contribution], *, held: Iterable[Contribution] = ()) -> None:
+        """Keep these contributions, which were too late for their rounds. Others in flight do not count; those `held` may."""
+
+    def contribute_late(self, mine: Contribution) -> None:
+        """Contribute what was set aside to a round for which this worker has computed nothing else."""
+        raise AssertionError(f"{type(self).__name__} waits for all")
+
+    def unlease_late(self) -> None:
+        """The samples of what was set aside are in no lease of this worker."""
+
+    def forget_late(self, reason: str) -> None:
+        """Drop what was set aside."""
+
+    def go_on_alone(self) -> None:
+        """Go on from the weights that were set aside."""
+        raise AssertionError(f"{type(self).__name__} does not train alone")
+
+    def come_back(self) -> None:
+        """Set aside what was computed alone."""
+        raise AssertionError(f"{type(self).__name__} does not train alone")
 
     @property
     def stops_when_stale(self) -> bool:

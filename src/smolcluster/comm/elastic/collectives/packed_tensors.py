@@ -16,7 +16,7 @@ from torch import Tensor
 from smolcluster.comm.codecs import Codec, Feedback, Packer
 from smolcluster.comm.elastic.membership.mailbox import Payload
 
-MOST_BYTES = 1 << 30  # of a payload
+MAX_BYTES = 1 << 30  # of a payload
 ROUND = 1 << 12  # elements: slices are multiples of every codec's block size
 
 
@@ -44,7 +44,7 @@ class PackedTensors:
         *,
         codec: Codec,
         bucket_bytes: int,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int = MAX_BYTES,
     ) -> None:
         """`most_bytes`: of a payload; larger tensors are split."""
         self.codec = codec
@@ -71,13 +71,14 @@ class PackedTensors:
         """Yield the channel and payload of each bucket."""
         for channel, (part, packer) in enumerate(zip(self._parts, self._packers, strict=True)):
             inputs = [entry.of(tensors).detach().to("cpu", torch.float32) for entry in part]
-            # A new buffer: the tensors change while it is being sent.
-            out = torch.empty(packer.nbytes, dtype=torch.uint8)
-            yield channel, packer.encode(inputs, out, key=key * len(self._packers) + channel, feedback=feedback)
+            # A new buffer: the tensors change while it is being sent. The payload of a bounded codec is padded.
+            out = (torch.zeros if self.codec.bounded else torch.empty)(packer.nbytes, dtype=torch.uint8)
+            packer.encode(inputs, out, key=key * len(self._packers) + channel, feedback=feedback)
+            yield channel, out
 
     def decode(self, channel: int, payload: Tensor, out: Mapping[str, Tensor]) -> None:
         """Decode a bucket into `out[name]` for each of its tensors."""
-        self._packers[channel].decode(payload, [entry.of(out) for entry in self._parts[channel]])
+        self._packers[channel].decode(payload, [entry.of(out) for entry in self._parts[channel]], padded=True)
 
 
 def _entries(name: str, shape: tuple[int, ...], *, codec: Codec, most_bytes: int) -> list[_Entry]:

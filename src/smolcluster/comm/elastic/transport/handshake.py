@@ -75,7 +75,7 @@ class Handshake:
     def begin(self) -> list[Message]:
         if self._find is not None:
             return []
-        return [Message(kind=Kind.HELLO, meta={"nonce": self._mine.hex(), **describe(self._me)})]
+        return [Message(kind=Kind.HELLO, meta={"nonce": self._mine.hex(), **asdict(self._me)})]
 
     def handle(self, message: Message, *, cluster: bytes) -> list[Message]:
         """Return the answers to a message. `cluster`: the id in the frame's header. Raises Refusal."""
@@ -98,7 +98,7 @@ class Handshake:
         self._verify(message.meta, role="client")
         assert self._claimed is not None
         self._accept(self._claimed)
-        return [self._proof("server"), Message(kind=Kind.ACCEPT, meta=describe(self._me))]
+        return [self._proof("server"), Message(kind=Kind.ACCEPT, meta=asdict(self._me))]
 
     def _as_client(self, message: Message) -> list[Message]:
         if message.kind is Kind.HELLO:
@@ -127,11 +127,6 @@ class Handshake:
         if peer.run and self._me.run and peer.run != self._me.run:
             raise Refusal(f"{peer.name} belongs to run {peer.run}, {self._me.name} to run {self._me.run}")
         self.peer = peer
-
-
-def describe(me: Peer) -> dict[str, Any]:
-    """Return a peer as the meta of HELLO and ACCEPT."""
-    return asdict(me)
 
 
 def read_peer(meta: Mapping[str, Any]) -> Peer:

@@ -31,7 +31,6 @@ import os
 import re
 import secrets
 import ssl
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +41,7 @@ from typing import TYPE_CHECKING
 from smolcluster.comm.addresses import is_loopback
 from smolcluster.durable_files import replacing
 from smolcluster.errors import MissingExtra, SmolclusterError, UserError
+from smolcluster.folders import user_folder
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -428,11 +428,7 @@ def token_file(environ: Mapping[str, str]) -> TokenFile:
     chosen = environ.get("SMOLCLUSTER_TOKEN_FILE")
     if chosen:
         return TokenFile(Path(chosen).expanduser())
-    if sys.platform == "win32":
-        folder = environ.get("APPDATA") or Path.home() / "AppData" / "Roaming"
-    else:
-        folder = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return TokenFile(Path(folder) / "smolcluster" / "token")
+    return TokenFile(user_folder("config", environ) / "token")
 
 
 def find_tokens(config_token: str | None, environ: Mapping[str, str]) -> tuple[str, list[TokenEntry]] | None:

@@ -6,7 +6,6 @@ workers to evaluate, save or hand on.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
@@ -29,19 +28,22 @@ from smolcluster.compute.replica import Replica
 from smolcluster.engine.elastic.coordination import results
 from smolcluster.engine.elastic.coordination.evictions import Evictions
 from smolcluster.engine.elastic.coordination.followers import Followers
+from smolcluster.engine.elastic.coordination.held_state import HoldsState
+from smolcluster.engine.elastic.coordination.late_members import LateMembers
+from smolcluster.engine.elastic.coordination.local_rounds import LocalRounds
 from smolcluster.engine.elastic.coordination.rejoining import can_reach, weights_lost
+from smolcluster.engine.elastic.coordination.round_numbers import next_rounds, with_num_steps
 from smolcluster.engine.elastic.coordination.state_upload import StateUploads, UnusableState
 from smolcluster.engine.elastic.deadline import ComputeWatch
 from smolcluster.engine.elastic.rounds import CONNECT_S
-from smolcluster.engine.elastic.server_side import RETURN_S, ServerSide, send_state
+from smolcluster.engine.elastic.server_side import RETURN_S, send_state
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, Context, State, StepReport
-from smolcluster.strategies.base.replicated import replica_state
 
 log = logging.getLogger(__name__)
 
 
-class Coordinator(ServerSide):
+class Coordinator(HoldsState):
     def __init__(
         self,
         context: Context,
@@ -50,11 +52,17 @@ class Coordinator(ServerSide):
         rounds_ahead: int,
         whole: bool,
         local_steps: int = 1,
+        equal_time: bool = False,
         tokens_per_sample: int = 1,
         step_timeout_s: float | None = None,
+        quorum: float = 1.0,
         connect_s: float = CONNECT_S,
     ) -> None:
-        """`rounds_ahead`: rounds that a worker may have under way. `whole`: each member holds the whole result of a round."""
+        """`rounds_ahead`: rounds that a worker may have under way. `whole`: each member holds the whole result of a round.
+
+        `equal_time`: members take unlike numbers of local steps. `quorum`: share of the members that must have contributed,
+        where the others are late; 1: wait for all.
+        """
         self.context, self.replica = context, replica
         self.shared: Mapping[str, Tensor] = {}
         self.tokens_per_sample = tokens_per_sample
@@ -66,6 +74,7 @@ class Coordinator(ServerSide):
         self._view_epoch = -1  # of the current view; the roster's is higher once a member has joined or left
         self._view_instances: set[str] = set()
         self._watch = ComputeWatch(step_timeout_s)
+        self._local = LocalRounds(equal_time=equal_time, clipped=self._roster.clipped, warn=context.warn)
         self._claims = Claims(self.server_context.count)
         self._pair_keys = PairKeys()
         self._disagreements = 0  # in a row: attempts at the next step whose results differed
@@ -87,6 +96,7 @@ class Coordinator(ServerSide):
         )
         weights_bytes = sum(tensor.nbytes for tensor in replica.weights().values())
         self._followers = Followers(weights_bytes=weights_bytes, warn=context.warn)
+        self._late = LateMembers(self.server_context, self._followers, quorum=quorum, warn=context.warn)
 
     def serve(self) -> None:
         self.restore()
@@ -105,25 +115,6 @@ class Coordinator(ServerSide):
         self._state_step = self.replica.updates if self.server_context.fresh or self._committed == 0 else -1
         self._recent, self._established = dict(self.server_context.recent), list(self.server_context.established)
 
-    def replay(self, commit: Commit) -> None:
-        """Do nothing: the workers have the weights."""
-
-    def load_state(self, state: State) -> None:
-        """Replace the tensors of the state instead of copying into them: a save or a transfer of the old ones needs no copy."""
-        self.replica.adopt_state_dict(state.weights, state.optimizer, state.numbers)
-        self.shared = state.shared
-
-    def shared_state(self) -> Mapping[str, Tensor]:
-        return self.shared
-
-    def load_shared(self, tensors: Mapping[str, Tensor]) -> None:
-        self.shared = tensors
-
-    def copied_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        state = replica_state(self.replica)
-        state.shared = self.shared
-        return {n: t.to("cpu").contiguous() for n, t in state.packed().items()}, state.numbers
-
     def _iterate(self) -> None:
         """Update membership and handle one event."""
         self._advance_followers()
@@ -132,6 +123,8 @@ class Coordinator(ServerSide):
         self._listen()
         for member, reason in self._evictions.unreachable().items():
             self._evict(member, reason)
+        if not self._view_due:
+            self._late.put_aside(self._rounds)
         self._evict_hung()
 
     def _listen(self) -> None:
@@ -152,14 +145,18 @@ class Coordinator(ServerSide):
                     self._evictions.take_complaint(member, message)
                 elif message.kind is Kind.WAITING:
                     self._watch.waits(member.instance, now=time.monotonic())
+                    if message.step in self._rounds[:1]:
+                        self._late.contributed(member)
 
     # Newcomers that need the state
 
     def _advance_followers(self) -> None:
         """Send newcomers what they need to catch up, where a member holds the whole state."""
+        self._late.poll(committed=self._committed, alone=not self._has_holder())
         newcomers, has_source = self._roster.newcomers, self._whole and self._has_holder()
-        lacking_state = [m for m in newcomers if has_source and self._evictions.may_join(m) and not self._is_current(m)]
-        follow = [m for m in newcomers if m in self._followers or m in lacking_state]
+        lacking = [m for m in newcomers if has_source and self._evictions.may_join(m) and not self._is_current(m)]
+        lacking_state = [m for m in lacking if not self._late.is_away(m)]
+        follow = [m for m in (*newcomers, *self._roster.paused) if m in self._followers or m in lacking_state]
         self._followers.follow(follow, committed=self._committed)
         if self._followers.lack_state and self._followers.can_start(self._state_step):
             tensors, numbers = self.copied_state()
@@ -198,9 +195,14 @@ class Coordinator(ServerSide):
         members = roster.in_order()
         self._view_instances = {member.instance for member in members}
         new = self._view_instances - before | {member.instance for member in newcomers}
+        for member in members:
+            if member.rank in self._without_state:  # its leases are of a view that ended before it had the state
+                self.server_context.leases.give_back(member.instance)
         if staying and not self._has_leases(staying):
             self._regrant(staying)
-            staying, newcomers = [], members
+            staying = []
+        if not staying:
+            newcomers = members
 
         # Members that stay have computed the next rounds or hold their leases; newcomers contribute nothing to these.
         stay = {member.rank for member in staying}
@@ -217,11 +219,13 @@ class Coordinator(ServerSide):
         # Leases beyond the end of a run that has become shorter stay valid, in case it grows again.
         self._rounds = sorted({step for member in staying for step in self.server_context.leases.held(member.instance)})
         self._rounds += self._next_rounds(self._rounds)
+        late = self._late.enter(newcomers if self._rounds else [])
         meta = {
             "rounds": self._rounds,
             "view": View(roster.epoch, committed, seated).to_meta(),
             "donations": {str(joiner): donor for joiner, donor in donations.items()},
             "idle": idle,
+            "late": [member.rank for member in late],
             "established": self._surviving(),
             "left_out": {str(step): sorted(ranks) for step, ranks in self._left_out.items()},
             "scale": self.server_context.scale.state_dict(),
@@ -234,6 +238,7 @@ class Coordinator(ServerSide):
                 granted.append(self.grant_lease(member, step, steps=steps))
         for member, granted in leases.items():
             member.link.send(Message(kind=Kind.LEASE, step=committed, epoch=roster.epoch, meta={"leases": granted}))
+        self._late.formed(late, self._rounds)
         self._view_epoch = roster.epoch
         self._watch.begin(self._view_instances, now=time.monotonic())
         self._uploads.request(committed)
@@ -244,18 +249,14 @@ class Coordinator(ServerSide):
         return all(any(step in leases for leases in held) for step in self._next_rounds([]))
 
     def _next_rounds(self, rounds: Sequence[int]) -> list[int]:
-        """Return the last steps of the rounds that members may begin after these."""
-        further: list[int] = []
-        last = rounds[-1] if rounds else self._committed
-        while len(rounds) + len(further) < self._rounds_ahead and last < self.context.total_steps:
-            last = min((last // self._local_steps + 1) * self._local_steps, self.context.total_steps)
-            further.append(last)
-        return further
+        most, total_steps = self._rounds_ahead, self.context.total_steps
+        local_steps = self._local_steps
+        return next_rounds(
+            rounds, committed=self._committed, most=most, local_steps=local_steps, total_steps=total_steps
+        )
 
     def _with_num_steps(self, rounds: Sequence[int]) -> list[tuple[int, int]]:
-        """Return these rounds, each with its number of steps."""
-        before = {step: previous for previous, step in itertools.pairwise([self._committed, *self._rounds])}
-        return [(step, step - before[step]) for step in rounds]
+        return with_num_steps(rounds, of=self._rounds, committed=self._committed)
 
     def _regrant(self, members: list[Member]) -> None:
         """Take all leases back: those who held the next round are gone or were refused."""
@@ -278,7 +279,8 @@ class Coordinator(ServerSide):
 
     def _may_enter_view(self, newcomer: Member) -> bool:
         follows = newcomer in self._followers and not self._is_current(newcomer)
-        return self._evictions.may_join(newcomer) and not (follows and self._has_holder())
+        may_join = self._evictions.may_join(newcomer) and not self._late.is_away(newcomer)
+        return may_join and not (follows and self._has_holder())
 
     def _surviving(self) -> list[str | None]:
         """Return the instances of the last view that committed, with None for those that are gone."""
@@ -318,11 +320,12 @@ class Coordinator(ServerSide):
         return not has_state and can_reach(member, self._committed, recent=recent, local_steps=local_steps)
 
     def _on_lost(self, member: Member) -> None:
-        self.server_context.leases.give_back(member.instance)
         self._followers.lost(member.rank, committed=self._committed)
-        if member in self._roster.paused and member.rank not in self._without_state:
+        if member in (*self._roster.paused, *self._roster.newcomers) and member.rank not in self._without_state:
             # It has received every COMMIT so far; what it reported when it joined is outdated.
             member.said = {**member.said, "updates": self._committed, "held": []}
+        if member.rank in self._without_state or not self._late.keep(member, self._rounds, committed=self._committed):
+            self.server_context.leases.give_back(member.instance)
         in_view = member.instance in self._view_instances
         self._view_due = self._view_due or in_view
         if self._uploads.waits_for(member) or (in_view and not self._whole and self._uploads.is_active):
@@ -346,12 +349,19 @@ class Coordinator(ServerSide):
             if (busy_s := overdue.get(member.instance)) is not None:
                 self._evict(member, f"it has computed step {step} for {busy_s:.1f} s while others wait for it")
 
+    def grant_lease(self, member: Member, step: int, *, steps: int = 1) -> dict[str, Any]:
+        own_steps, terms = self._local.terms(member, self._roster.in_order(), steps=steps)
+        return super().grant_lease(member, step, steps=own_steps) | terms | {"steps": steps}
+
     # Steps
 
     def _take_done(self, member: Member, message: Message) -> None:
         step, meta = message.step, message.meta
         if not results.is_well_formed(meta):
             self._roster.evict(member, "its DONE message is malformed")
+            return
+        if (objection := self._local.objection(member, step, meta, self.server_context.leases)) is not None:
+            self._roster.evict(member, objection)
             return
         ranges = self.server_context.leases.held(member.instance).get(step, [])
         claimed = float(meta.get("weight", 0.0))
@@ -365,8 +375,7 @@ class Coordinator(ServerSide):
         self._done.setdefault(step, {})[member.rank] = meta
         if not ranges:
             return
-        objection = self.gate.objection(float(meta["mine"]))
-        if objection is not None:
+        if (objection := self.gate.objection(float(meta["mine"]))) is not None:
             scale = None if math.isfinite(float(meta["mine"])) else meta.get("scale")
             self.refuse(member, step, objection, scale=scale)
             self._left_out.setdefault(step, set()).add(member.rank)
@@ -416,6 +425,7 @@ class Coordinator(ServerSide):
         self._committed, self._disagreements = step, 0
         roster.patience_s = self._watch.usual_s
         self._watch.commit(instances, now=time.monotonic())
+        self._late.committed()
         self._announce_commit(step, totals, norm)
         loss, rate = torch.tensor(totals.loss / (totals.weight or 1.0)), self.replica.rate_of(step - 1)
         samples, tokens = totals.samples, totals.samples * self.tokens_per_sample
@@ -426,9 +436,9 @@ class Coordinator(ServerSide):
     def _settle(self, step: int, done: dict[int, dict[str, Any]]) -> results.RoundTotals:
         """Settle the leases of a round and add up what its members reported."""
         totals, leases = results.RoundTotals(), self.server_context.leases
-        for member in self._roster.in_order():
-            if step not in leases.held(member.instance):
-                continue
+        counted = [member for member in self._roster.in_order() if step in leases.held(member.instance)]
+        self._local.committed([(member, done[member.rank]) for member in counted], step=step)
+        for member in counted:
             report = done[member.rank]
             samples, weight = totals.add(member, step, leases.settle(member.instance, step), report)
             if weight:

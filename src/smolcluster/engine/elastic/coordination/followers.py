@@ -15,6 +15,9 @@ its result. For the last rounds, or when more are kept than the bound, the coord
 sent: only then do the others wait.
 
 When a member is lost before it has sent its share of a kept round, all followers start again with another state.
+
+A member that is late (`late_members.py`) follows too. It has the state of the last round that it was sent; the rounds since are
+kept, and sent when it has answered. They are dropped where they exceed the bound before: then it gets a state.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class Followers:
         self._round_bytes = weights_bytes  # of the last result, or an upper bound
         self._most_bytes, self._warn = MOST_KEPT * weights_bytes, warn
         self._warned: set[Member] = set()
+        self._away: set[Member] = set()  # late members that have not answered: nothing is sent to them
 
     def __bool__(self) -> bool:
         return bool(self._at)
@@ -66,10 +70,21 @@ class Followers:
         """Set the newcomers that follow."""
         before, self._at = self._at, {member: self._at.get(member) for member in members}
         self._warned &= self._at.keys()
+        self._away &= self._at.keys()
         if not before or not self._at:
             self._begin(committed)
         for member in self._at.keys() - before.keys():
             log.info("%s receives the state while the others train", member.name)
+
+    def keep_for(self, member: Member, *, committed: int) -> None:
+        """Keep the rounds from now on for a member that is late, and has all before."""
+        if not self._at:
+            self._begin(committed)
+        self._at[member] = committed
+        self._away.add(member)
+
+    def answered(self, member: Member) -> None:
+        self._away.discard(member)
 
     def _begin(self, committed: int) -> None:
         self._kept.clear()
@@ -80,7 +95,7 @@ class Followers:
         if any(rank in kept.missing for kept in self._kept.values()):
             log.info("worker %d was lost before it sent its share of a result: newcomers get another state", rank)
             self._begin(committed)
-            self._at = dict.fromkeys(self._at)
+            self._at = {member: None for member in self._at if member not in self._away}
 
     # Collecting results
 
@@ -122,6 +137,8 @@ class Followers:
     def send(self, *, epoch: int) -> None:
         """Send the next rounds on every free link."""
         for member, at in self._at.items():
+            if member in self._away:
+                continue
             for kept in self._kept.values() if at is not None else ():
                 if at is None or kept.step <= at:
                     continue
@@ -132,6 +149,10 @@ class Followers:
                     member.link.send(Message(kind=Kind.STATE, step=step, channel=channel, epoch=epoch, payload=payload))
                 member.link.send(Message(kind=Kind.COMMIT, step=kept.step, epoch=epoch, meta=kept.meta))
                 self._at[member] = kept.step
+        self._prune()
+
+    def _prune(self) -> None:
+        """Drop the rounds that all have."""
         reached = [at for at in self._at.values() if at is not None]
         if len(reached) == len(self._at) and reached:
             self._since = max(self._since, min(reached))
@@ -143,12 +164,25 @@ class Followers:
 
     def waits(self) -> bool:
         """Return whether the others wait: for the last bytes of a newcomer, or because it would never catch up."""
-        if sum(map(self._bytes_of, self._kept.values())) > self._most_bytes:
+        if self._is_full and self._away:
+            log.info("the results for members that are late are dropped: too many rounds were committed since")
+            self._at = {member: at for member, at in self._at.items() if member not in self._away}
+            self._away.clear()
+            self._prune()
+        if self._at and self._is_full:
             for member in self._at.keys() - self._warned:
                 self._warn(f"{member.name} receives the state more slowly than the others train: they wait for it")
             self._warned |= self._at.keys()
             return True
-        return any(at is not None and self._left_bytes(member, at) <= NEAR_BYTES for member, at in self._at.items())
+        near = (at is not None and self._left_bytes(member, at) <= NEAR_BYTES for member, at in self._sent_to())
+        return any(near)
+
+    def _sent_to(self) -> list[tuple[Member, int | None]]:
+        return [(member, at) for member, at in self._at.items() if member not in self._away]
+
+    @property
+    def _is_full(self) -> bool:
+        return sum(map(self._bytes_of, self._kept.values())) > self._most_bytes
 
     def _left_bytes(self, member: Member, at: int) -> int:
         left = [kept for kept in self._kept.values() if kept.step > at]

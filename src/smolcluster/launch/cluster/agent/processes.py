@@ -150,11 +150,11 @@ def states(folder: str, name: str, **_: Any) -> dict[str, Any]:
     return found
 
 
-def _last_line(path: Path, most: int = 300) -> str:
+def _last_line(path: Path) -> str:
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 8192))
         lines = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
-        return lines[-1][:most] if lines else ""
+        return lines[-1][:300] if lines else ""
     return ""
 
 
