@@ -284,13 +284,13 @@ def test_default_settings_reach_the_loss_of_single_on_digits(tmp_path: Path, dig
 def test_default_settings_reach_the_loss_of_single_on_text(tmp_path: Path, single: Single) -> None:
     """A tiny GPT on the embedded text: bytes, from 5.55 at the start to about 3.0.
 
-    How old edp's gradients are depends on the machine: 0.05 to 0.25 above `single` were seen, on 2 and on 16 cores.
+    How old edp's gradients are depends on the machine: with copies that only pulled, 0.05 to 0.25 above `single` were seen.
     """
     shape = {"model_dim": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32, "ff_dim": 64}
     config = LEARNING | {f"model.{k}": v for k, v in shape.items()}
     config |= {"training.batch_size": 16, "training.eval_samples": 128}
     one = single(config | {"training.batch_size": 32}, task=None).summary["val_loss"]
-    for strategy, margin in (("syncps", 0.01), ("edp", 0.3)):
+    for strategy, margin in (("syncps", 0.01), ("edp", 0.1)):
         world = run_elastic_world(2, tmp_path / strategy, config, strategy=strategy)
         assert_good_end(world)
         assert world.summary["val_loss"] < one + margin, strategy

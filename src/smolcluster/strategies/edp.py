@@ -8,14 +8,27 @@
         when a global batch of samples has arrived:
             w <- optimizer(w, clip(weighted mean of what has arrived));  version <- version + 1
 
+    after each of its steps, to every worker: the change of w, one bit per number (AdamW, `worker_update_interval` > 1)
+
     worker, for each of its own steps:
         g <- gradient on my samples, at my weights
         push g, without waiting
-        w <- optimizer(w, clip(g))                                the local copy
-        every `worker_update_interval` steps: ask for the server's weights, and use them when they arrive
+        d <- a x optimizer's step with clip(g);  w <- w + d       ahead of the server, with this worker's own optimizer
+        for each change c of the server: w <- w + c,  and w <- w - d for each push that it has counted
+        every `worker_update_interval` steps: ask for the server's weights, and use them when they arrive, plus my d's
 
 A pull overlaps with computing; its weights are copied in at a step boundary, before the next pull at the latest. With interval
 1 that is at once, so one worker with interval 1 is `single`.
+
+So the local copy is the server's newest weights and own steps that do not count yet (at most 4). Without the changes it would
+be ten steps old, and a push one or two versions old is harmful too: the momentum of Adam overshoots with every version of
+delay. An own step answers at once, for all N workers: hence a = sqrt(N), at least 2 where there are others. The mean of N
+gradients has less noise, and with less noise Adam takes larger steps.
+
+With SGD and Muon there are no changes: d is one step of the optimizer, and stays in the copy until the next pull.
+
+The server keeps what one bit per number leaves out, and adds it to the next change. It leaves out a worker that does not read,
+which then pulls.
 
 A global batch is as many samples as all live workers read in one step. So an update of the server takes as much data as a step
 of a synchronous strategy, but a fast worker may deliver more of it. `server_batch: 1` updates at every push.
@@ -26,21 +39,27 @@ A worker's death costs its unfinished step. Samples whose gradient was lost or r
 when as many samples have counted: those on lease at that moment (two leases a worker) have not, and samples of the next epoch
 have counted in their place.
 
-Bytes per step and worker, for S bytes of encoded gradients and W bytes of weights:   sent S, received W / interval
+Bytes per step and worker, for S bytes of encoded gradients and W of weights:   sent S, received W / interval + W / 32 (AdamW)
 
 Dean et al., "Large scale distributed deep networks", 2012. Staleness weights: Zhang et al., "Staleness-aware Async-SGD",
-2016. Buffered updates: Nguyen et al., "Federated learning with buffered asynchronous aggregation", 2022.
+2016. Buffered updates: Nguyen et al., "Federated learning with buffered asynchronous aggregation", 2022. Changes with error
+feedback: Tang et al., "DoubleSqueeze", 2019. Computing ahead of the server: Hakimi et al., "Taming momentum in a distributed
+asynchronous environment", 2019.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from smolcluster.comm.codecs.sign import Sign
 from smolcluster.comm.rounds import Committed
+from smolcluster.compute.muon import Muon
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.config.options import EDPOptions
@@ -48,15 +67,29 @@ from smolcluster.parallel.encoding import bytes_on_the_wire, server_cost
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape, workers_and_server
 from smolcluster.strategies.base import StepReport
 from smolcluster.strategies.base.replicated import Pushing
+from smolcluster.tasks.base import Task
 
 UNANSWERED = 2  # pushes that a worker may have in flight, so that a slow server is not flooded
+MOST_AHEAD = 4  # steps
 
 
 class EDP(Pushing[EDPOptions]):
     combined = "server, as they arrive"
     _since_pull = 0  # steps
+    _workers = 1
     _pulling = False
     _staleness = 0  # of the last acknowledged gradient
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self._ahead: dict[int, dict[str, Tensor]] = {}  # by push: my step in the local copy, until the server's has it
+
+    @property
+    def announces(self) -> bool:
+        """Only with AdamW, whose changes are alike in size: one bit does not carry those of SGD."""
+        optimizer = self.replica.optimizer
+        adamw = isinstance(optimizer, torch.optim.AdamW) and not isinstance(optimizer, Muon)
+        return adamw and self.options.worker_update_interval > 1
 
     @classmethod
     def plan(cls, options: EDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
@@ -64,13 +97,17 @@ class EDP(Pushing[EDPOptions]):
             return Placement(seats=workers_and_server(nodes))
         n, size = len(nodes), shape.parameters * shape.bytes_per_parameter
         gradients, weights = bytes_on_the_wire(options, shape)
+        interval = options.worker_update_interval
+        follows = interval > 1 and shape.optimizer_states == 2  # AdamW
+        change = sum(map(Sign().nbytes, shape.tensors or [(shape.parameters,)])) if follows else 0
+        messages = max(1, round(size / (options.bucket_mb * 2**20)))
         worker = Cost(
-            parameter_bytes=2 * size,  # its own, and a pull in flight
+            parameter_bytes=(2 + (MOST_AHEAD if follows else 0)) * size,  # its own, a pull in flight, steps ahead
             gradient_bytes=size,
             optimizer_bytes=shape.optimizer_bytes(size),
             bytes_sent=gradients,
-            bytes_received=weights // options.worker_update_interval,
-            messages=2 * max(1, round(size / (options.bucket_mb * 2**20))),
+            bytes_received=weights // interval + change,
+            messages=(2 + follows) * messages,
         )
         smallest = max(1, min(node.batch_size for node in nodes))
         pushes = n if options.server_batch is None else -(-options.server_batch // smallest)  # in an update
@@ -82,6 +119,10 @@ class EDP(Pushing[EDPOptions]):
             pushes=n + -(-wanted // smallest) - 1,  # all workers push when one push is missing for an update
             record_bytes=min(pushes * gradients, 4 * shape.parameters),  # as received, or their average
         )
+        if follows:  # the change of a step, and what its encoding has left out so far
+            server = replace(
+                server, gradient_bytes=server.gradient_bytes + 3 * size, bytes_sent=n * worker.bytes_received
+            )
         return Placement(seats=workers_and_server(nodes), costs=[worker] * n, server=server)
 
     def step(self, batch: Batch) -> StepReport:
@@ -91,8 +132,8 @@ class EDP(Pushing[EDPOptions]):
         with self.contribute(batch) as mine:
             mine.loss = loss = replica.compute(batch)
 
-        # Update the local copy, unless the server's weights replace it at once.
-        norm = self._local_step() if interval > 1 else None
+        # Step ahead of the server, unless its weights arrive at once.
+        norm = self._step_ahead(batch.step) if interval > 1 else None
         replica.drop_gradients()
         self._since_pull += 1
         if self._since_pull >= interval:
@@ -117,25 +158,65 @@ class EDP(Pushing[EDPOptions]):
         weights_are_due = self._pulling and self._since_pull + 1 >= self.options.worker_update_interval
         return len(self.rounds.flights) <= UNANSWERED and not weights_are_due
 
-    def _local_step(self) -> Tensor:
-        """Update the local copy, unless the gradient is not finite. Return its norm."""
-        norm = get_total_norm([p.grad for p in self.replica.parameters if p.grad is not None])
-        return self.replica.apply() if bool(torch.isfinite(norm)) else norm
+    def _step_ahead(self, push: int) -> Tensor:
+        """Update the local copy with my gradient, if it is finite. Return its norm."""
+        replica = self.replica
+        norm = get_total_norm([p.grad for p in replica.parameters if p.grad is not None])
+        if not bool(torch.isfinite(norm)):
+            return norm
+        if not self.announces:
+            return replica.apply()
+        if len(self._ahead) == MOST_AHEAD:
+            self._take_back(next(iter(self._ahead)))
+        own = {name: p.detach() for name, p in self.trained.items()}
+        before = {name: tensor.clone() for name, tensor in own.items()}
+        norm = replica.apply()
+        factor = 1.0 if self._workers == 1 else max(2.0, math.sqrt(self._workers))
+        for name, old in before.items():
+            step = torch.sub(own[name], old, out=old)
+            own[name].add_(step, alpha=factor - 1)
+            step.mul_(factor)
+        self._ahead[push] = before
+        return norm
+
+    def _take_back(self, push: int) -> None:
+        step = self._ahead.pop(push)
+        for name, p in self.trained.items():
+            p.detach().sub_(step[name])
 
     def apply(self, result: Committed) -> None:
-        """Handle the acknowledgement of a push: the server has counted the gradient, or refused it."""
+        """Handle the acknowledgement of a push: the server has taken the gradient, or refused it."""
         self._staleness = result.age
-        if result.empty and not self._pulling:
-            self._since_pull = self.options.worker_update_interval  # the local copy is too old or not finite: pull
+        if result.empty:
+            self._pull_next()  # the local copy is too old or not finite
+
+    def _pull_next(self) -> None:
+        if not self._pulling:
+            self._since_pull = self.options.worker_update_interval
+
+    def take_change(self, change: Mapping[str, Tensor] | None, step: int, *, counted: int, workers: int) -> None:
+        self._workers = workers
+        for push in [push for push in self._ahead if push <= counted]:
+            self._take_back(push)
+        if change is None:
+            self._pull_next()
+            return
+        for name, p in self.trained.items():
+            p.detach().add_(change[name].to(p.device))
+        self.replica.updates = step
 
     def take_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
         for name, own in self.replica.weights().items():
             if own.is_floating_point():
                 own.copy_(weights[name])
+        for ahead in self._ahead.values():
+            for name, p in self.trained.items():
+                p.detach().add_(ahead[name])
         self.replica.updates, self._pulling = step, False
 
     def rejoined(self) -> None:
         self._since_pull, self._pulling = 0, False
+        self._ahead.clear()
 
     @property
     def server_batch(self) -> int | None:

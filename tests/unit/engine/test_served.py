@@ -540,6 +540,86 @@ def test_one_that_pulls_without_reading_is_put_out(monkeypatch: pytest.MonkeyPat
     assert edp.roster.evicted == ["it requests the weights repeatedly without reading them"]
 
 
+def adamw(edp: Server) -> Server:
+    edp.role.replica.optimizer = torch.optim.AdamW(edp.model.parameters(), lr=0.1)
+    return edp
+
+
+def test_edp_tells_every_worker_that_reads_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    edp = adamw(Server(EDP, EDPOptions(), monkeypatch))
+    a, b, c = edp.join(0, 1, 2)
+    links: list[Any] = [a.link, b.link, c.link]
+    links[2].queued_bytes = edp.role._weights.nbytes + 2**21  # it does not read
+    before = {name: p.detach().clone() for name, p in edp.model.named_parameters()}
+    edp.role._answer(edp.push(a, 1.0, version=0))
+    edp.role._update(list(edp.role._waiting.values()))
+    said = [[m for m in link.sent if m.kind is Kind.AVERAGE] for link in links]
+    assert [[m.step for m in messages] for messages in said] == [[1], [1], []]
+    assert [messages[-1].meta for messages in said[:2]] == [{"counted": 1, "workers": 3}, {"counted": 0, "workers": 3}]
+    change = {name: torch.empty_like(old) for name, old in before.items()}
+    edp.role._changes.decode(0, said[0][0].payload, change)
+    for name, p in edp.model.named_parameters():  # the first step of AdamW: all alike in size
+        torch.testing.assert_close(change[name], p.detach() - before[name], rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("interval", [1, 10])
+def test_edp_tells_no_changes_of_sgd_and_none_where_each_step_pulls(
+    interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edp = Server(EDP, EDPOptions(worker_update_interval=interval), monkeypatch)
+    if interval == 1:
+        adamw(edp)
+    (a,) = edp.join(0)
+    edp.role._answer(edp.push(a, 1.0, version=0))
+    edp.role._update(list(edp.role._waiting.values()))
+    link: Any = a.link
+    assert not [m for m in link.sent if m.kind is Kind.AVERAGE]
+
+
+def test_a_worker_of_edp_is_ahead_of_the_server_by_its_steps_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also across a pull; a change that is missing makes it pull."""
+    worker: Any = adamw(Server(EDP, EDPOptions(), monkeypatch)).role.strategy
+    worker._ahead, worker._since_pull = {}, 0
+    server = {name: p.detach().clone() for name, p in worker.trained.items()}
+    ahead = dict[int, dict[str, torch.Tensor]]()
+
+    def agrees() -> None:
+        for name, p in worker.trained.items():
+            torch.testing.assert_close(p.detach(), server[name] + sum(step[name] for step in ahead.values()))
+
+    def steps(*pushes: int) -> None:
+        for push in pushes:
+            for p in worker.trained.values():
+                p.grad = torch.randn(p.shape)
+            worker._step_ahead(push)
+            ahead[push] = {name: step.clone() for name, step in worker._ahead[push].items()}
+            assert all(step.abs().max() > 0.01 for step in ahead[push].values())
+            agrees()
+
+    steps(1, 2)
+    change = {name: torch.full_like(tensor, 0.5) for name, tensor in server.items()}
+    worker.take_change(change, 1, counted=1, workers=4)
+    server, ahead = {name: tensor + 0.5 for name, tensor in server.items()}, {2: ahead[2]}
+    agrees()
+    worker.take_change(None, 3, counted=1, workers=4)
+    agrees()
+    assert worker._since_pull == worker.options.worker_update_interval
+    steps(3)
+    server = {name: torch.full_like(tensor, 2.0) for name, tensor in server.items()}
+    worker.take_weights(dict(server), 3)
+    agrees()
+    for push in (4, 5, 6, 7):
+        ahead = {k: v for k, v in ahead.items() if k > push - 4}  # the oldest step goes
+        for p in worker.trained.values():
+            p.grad = torch.randn(p.shape)
+        worker._step_ahead(push)
+        ahead[push] = worker._ahead[push]
+        agrees()
+    worker.take_change(change, 4, counted=7, workers=4)
+    server, ahead = {name: tensor + 0.5 for name, tensor in server.items()}, {}
+    agrees()
+
+
 # Stragglers of syncps
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from smolcluster.comm.codecs import CodecError, Feedback
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.engine.elastic.parameter_server import ParameterServer, Push
+from smolcluster.engine.elastic.pushed_rounds import PackedModel
 from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Pushing
 
@@ -24,6 +29,8 @@ class AsynchronousServer(ParameterServer):
         self._samples = 0  # in self._waiting
         self._wanted: tuple[int, int] = (-1, 0)  # the roster's epoch, and the samples that make an update in it
         self._unfit: set[Member] = set()  # refused since the last gradient was accepted
+        self._changes, self._feedback = PackedModel(self.replica, strategy.options).changes, Feedback()
+        self._counted: dict[Member, int] = {}  # the last of its own steps that is in the weights
 
     def _first_step(self, member: Member) -> int:
         """Return the next of its own steps, also for one that was paused."""
@@ -36,6 +43,7 @@ class AsynchronousServer(ParameterServer):
             event = self._roster.get(0.1)
             if isinstance(event, MemberGone):
                 self._gone(event)
+                self._counted.pop(event.member, None)
                 self._waiting = {key: push for key, push in self._waiting.items() if push.member is not event.member}
                 self._samples = sum(push.samples for push in self._waiting.values())
             elif isinstance(event, MemberMessage) and event.message.kind is Kind.PULL:
@@ -100,9 +108,37 @@ class AsynchronousServer(ParameterServer):
         rate = self.replica.learning_rate
         average = self._average(pushes)
         self._record(pushes, average)
+        before = {n: p.detach().clone() for n, p in self._trained.items()} if self.strategy.announces else {}
         norm = self._take_step(pushes, average)
+        if before:
+            self._counted |= {p.member: max(p.step, self._counted.get(p.member, 0)) for p in pushes}
+            self._announce({n: torch.sub(self._trained[n].detach(), old, out=old) for n, old in before.items()})
         staleness = round(sum(p.extra["staleness"] for p in pushes) / len(pushes))
         self.server_context.committed(self._report(pushes, norm=norm, rate=rate, staleness=staleness))
+
+    def _announce(self, change: Mapping[str, Tensor]) -> None:
+        """Send all members the change of the weights in this step, except to those that do not keep up: they pull."""
+        step = self.replica.updates
+        try:
+            payloads = [payload for _, payload in self._changes.encode(change, key=step, feedback=self._feedback)]
+        except CodecError:  # not finite: nothing to follow
+            self._feedback = Feedback()
+            return
+        for member in self._roster.members.values():
+            if member.link.queued_bytes <= self._weights.nbytes + 2**20:
+                meta = {"counted": self._counted.get(member, 0), "workers": len(self._roster.members)}
+                for channel, payload in enumerate(payloads):
+                    member.link.send(
+                        Message(
+                            kind=Kind.AVERAGE,
+                            step=step,
+                            channel=channel,
+                            epoch=member.epoch,
+                            codec="sign",
+                            meta=meta if channel == len(payloads) - 1 else {},
+                            payload=payload,
+                        )
+                    )
 
     def _send_weights(self, member: Member) -> None:
         if member.link.queued_bytes > MAX_UNREAD * self._weights.nbytes + 2**20:

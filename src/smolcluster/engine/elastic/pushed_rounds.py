@@ -1,7 +1,8 @@
 """The rounds of a worker with a parameter server: it pushes gradients and applies what the server sends.
 
 PUSH     buckets of the encoded gradient of one step, then the buffers (running means)
-AVERAGE  synchronous: the mean of a step, which all workers apply in order, also those that contributed nothing
+AVERAGE  synchronous: the mean of a step, which all workers apply in order, also those that contributed nothing;
+         asynchronous: the change of the server's weights in a step, one bit per number
 ACK      asynchronous: the push was taken or refused; synchronous: it was too late
 WEIGHTS  the server's weights, requested with PULL or sent every few steps
 WELCOME  join with the server's state: pushes in flight are discarded
@@ -20,6 +21,7 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import CodecError, Feedback, chosen_codec, make_codec
 from smolcluster.comm.codecs.feedback import under
+from smolcluster.comm.codecs.sign import Sign
 from smolcluster.comm.elastic.collectives.packed_tensors import PackedTensors
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.rounds import AtServer, Committed, Contribution, ServerRounds
@@ -45,6 +47,7 @@ class PackedModel:
         floats = {n: t.shape for n, t in weights.items() if t.is_floating_point()}
         self.dense_bytes = 4 * sum(map(math.prod, self.shapes.values()))
         self.gradients = PackedTensors(_layout(self.shapes), codec=self.codec, bucket_bytes=bucket_bytes)
+        self.changes = PackedTensors(_layout(self.shapes), codec=Sign(), bucket_bytes=bucket_bytes)
         self.weights = PackedTensors(_layout(floats), codec=plain, bucket_bytes=bucket_bytes)
         self.buffers = PackedTensors(
             _layout(self.buffer_shapes), codec=plain, bucket_bytes=bucket_bytes
@@ -65,8 +68,7 @@ class PushedRounds(ServerRounds, MemberSide):
         self.init_member()
         self._packed = packed = PackedModel(self.replica, strategy.options)
         self._link.expect(Kind.WEIGHTS, packed.weights.payloads())
-        if not self._one_by_one:
-            self._link.expect(Kind.AVERAGE, packed.gradients.payloads())
+        self._link.expect(Kind.AVERAGE, (packed.changes if self._one_by_one else packed.gradients).payloads())
         self._feedback = Feedback() if packed.codec.feedback else None
         self._server_weights = {n: torch.empty(t.shape) for n, t in self.replica.weights().items()}
         self._version = 0  # of the server's weights that this worker's derive from
@@ -155,6 +157,8 @@ class PushedRounds(ServerRounds, MemberSide):
         match message.kind:
             case Kind.WELCOME:
                 self._rejoin(counted=int(message.meta.get("counted", 0)))
+            case Kind.AVERAGE if message.payload is not None and self._one_by_one:
+                self._take_change(message, message.payload)
             case Kind.AVERAGE if message.payload is not None:
                 self._take_average(message, message.payload)
             case Kind.WEIGHTS if message.payload is not None:
@@ -198,6 +202,17 @@ class PushedRounds(ServerRounds, MemberSide):
         if message.channel == len(self._packed.weights) - 1:
             self._version = message.step
             self._strategy.take_weights(self._server_weights, message.step)
+
+    def _take_change(self, message: Message, payload: Tensor) -> None:
+        """Follow the server by one step. A change of another version than ours is of no use: the server left one out."""
+        self._packed.changes.decode(message.channel, payload, self._server_weights)  # the memory of what is in transit
+        self._link.release(payload)
+        if message.channel == len(self._packed.changes) - 1:
+            follows = message.step == self._version + 1
+            self._version = message.step if follows else self._version
+            change, said = self._server_weights if follows else None, message.meta
+            counted, workers = int(said.get("counted", 0)), max(1, int(said.get("workers", 1)))
+            self._strategy.take_change(change, message.step, counted=counted, workers=workers)
 
     def _take_answer(self, message: Message) -> None:
         refused = "refused" in message.meta

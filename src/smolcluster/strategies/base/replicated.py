@@ -229,11 +229,20 @@ class Pushing(Exchanging[ServedT]):
     def take_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Use the server's weights after this step."""
 
+    def take_change(self, change: Mapping[str, Tensor] | None, step: int, *, counted: int, workers: int) -> None:
+        """Follow the server's weights to this step; None: a change is missing. `counted`: my last push that is in them."""
+        raise AssertionError(f"{type(self).__name__} is synchronous")
+
     @abstractmethod
     def rejoined(self) -> None:
         """Continue with the server's state, which is loaded: what was in flight is discarded."""
 
     # Called by the server
+
+    @property
+    def announces(self) -> bool:
+        """Whether the server sends the change of its weights in every step (asynchronous)."""
+        return False
 
     @property
     def collect_timeout(self) -> float:

@@ -46,7 +46,9 @@ class Kind(enum.IntEnum):
 
     # Parameter server
     PUSH = 32  # worker: a bucket of its gradient of this step (payload, encoded); channel is the bucket
-    AVERAGE = 33  # server: a bucket of the averaged gradient of this step (payload, encoded)
+    AVERAGE = (
+        33  # server: a bucket of the averaged gradient of this step, or of its change of weights (payload, encoded)
+    )
     PULL = 34  # worker: asks for the weights
     WEIGHTS = 35  # server: a bucket of its weights at this version (payload)
     ACK = 36  # server: the gradient of this step is accepted, or rejected and why; meta may have the next lease
