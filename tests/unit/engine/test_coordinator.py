@@ -408,11 +408,7 @@ def test_an_idle_worker_drops_the_leases_of_earlier_views() -> None:
         _receive_state=lambda view: True,
         _link=SimpleNamespace(leases=leases),
         _count_late=lambda meta: False,
-<<<<<<< HEAD
         _announce=lambda flight: None,
-=======
-        _announce=lambda mine: None,
->>>>>>> quorum
     )
     meta = {"donations": {"2": 0}, "established": [], "idle": [2], "rounds": [4], "left_out": {}}
     view = Message(kind=Kind.VIEW, step=3, epoch=6, meta=meta | {"view": View(6, 3, ()).to_meta()})
