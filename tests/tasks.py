@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from smolcluster.comm.contributions import MessageLayout
 from smolcluster.compute import precision
 from smolcluster.models import SimpleNN
+from smolcluster.strategies.base.local_steps import LocalSteps
 from smolcluster.tasks.base import Task
 from smolcluster.tasks.gpt import GPTTask
 from smolcluster.tasks.mnist import Classification
@@ -921,6 +922,22 @@ class SlowDoubleGPT(_Slow, DoubleGPT):
 
 class SlowTiny(_Slow, Tiny):
     """A few hundred numbers."""
+
+
+class HashedTiny(SlowTiny):
+    """Each worker writes the hash of the anchor after every round that it applies into a file of its own in HASHES."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        apply = LocalSteps.apply
+
+        def hashing(strategy: LocalSteps[Any], result: Any) -> None:
+            apply(strategy, result)
+            found = hashlib.sha256(b"".join(anchor.numpy().tobytes() for anchor in strategy._anchor)).hexdigest()
+            with Path(os.environ["HASHES"], f"{os.environ['TEST_RANK']}-{os.getpid()}").open("a") as file:
+                file.write(f"{result.step} {found}\n")
+
+        LocalSteps.apply = hashing  # type: ignore[method-assign]
 
 
 def another_size(*args: Any, **kwargs: Any) -> dict[str, str]:

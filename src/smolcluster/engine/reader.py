@@ -49,13 +49,16 @@ class StreamReader:
 
 
 class LeaseReader:
-    def __init__(self, sampler: Sampler, lease: Callable[[], Lease | None]) -> None:
-        self._sampler, self._lease = sampler, lease
+    def __init__(self, sampler: Sampler, lease: Callable[[], Lease | None], *, holds: Callable[[int], bool]) -> None:
+        """`holds`: whether the lease of this step is still held; else the rest of it is not read."""
+        self._sampler, self._lease, self._holds = sampler, lease, holds
         self._steps: deque[tuple[int, Indices]] = deque()  # of the round that was begun
         self.taken = 0  # the last step begun
         self.stopped = False  # this worker was asked to stop
 
     def next(self, done: int) -> tuple[int, Indices] | None:
+        if self._steps and not self._holds(self._steps[0][0]):
+            self._steps.clear()
         if not self._steps and not self._begin_round():
             return None
         self.taken, samples = self._steps.popleft()

@@ -124,10 +124,11 @@ class ElasticWorker(Role):
         self.own = (
             OwnState(self.run_dir.own, rank=spec.rank, keep=training.max_checkpoints_to_keep) if spec.run_dir else None
         )
-        self._kept = 0  # updates, when own state was saved last
+        self._kept = 0  # the step of the own state that was saved last
         if self.own is not None:
             self.membership.recall = self.own.load
-        self.reader = LeaseReader(Sampler(len(self.train_data), seed=training.seed or 0), self.membership.lease)
+        sampler = Sampler(len(self.train_data), seed=training.seed or 0)
+        self.reader = LeaseReader(sampler, self.membership.lease, holds=self.membership.holds)
         self.loop = Loop(
             strategy=self.strategy,
             task=self.task,
@@ -149,14 +150,12 @@ class ElasticWorker(Role):
 
     def _keep_own(self, *, now: bool = False) -> None:
         """Save own state (error feedback) after the rounds where the server saves."""
-        every, updates = self.config.training.checkpoint_steps or self.total_steps + 1, self.strategy.replica.updates
-        if (
-            self.own is not None
-            and isinstance(self.strategy, Exchanging)
-            and (now or updates // every > self._kept // every)
-        ):
-            self.own.save(updates, self.strategy.state().own)
-            self._kept = updates
+        if self.own is None or not isinstance(self.strategy, Exchanging) or (step := self.strategy.own_step) is None:
+            return
+        every = self.config.training.checkpoint_steps or self.total_steps + 1
+        if now or step // every > self._kept // every:
+            self.own.save(step, self.strategy.state().own)
+            self._kept = step
 
     def _open_rounds(self, strategy: Exchanging[Any], combination: Combination) -> Rounds:
         """Return the rounds of the strategy, which are also this worker's membership."""

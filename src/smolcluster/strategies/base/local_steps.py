@@ -14,18 +14,23 @@ of them once in h steps. With an `overlap` tau the result is waited for, and app
     anchor <- outer optimizer(anchor, mean of delta)                       of the fragment
     w      <- (1 - alpha) w + alpha anchor                                 `mixing` alpha; 1: as above
 
+On the elastic plane the anchor moves as soon as a round is committed, so that it is the same on all members after every
+commit; the weights get it tau steps after the contribution all the same. Who joins, or rejoins, begins its next round from
+the anchor.
+
 Means are weighted by the samples of the round, or by its targets where the task counts them. A round ends with every step that
 h / F divides, and with the last step of the run, where it exchanges all fragments. Stop requests take effect when a result is
 applied.
 
 The anchor is the model of the run: it is evaluated, saved and exported, and workers that join start from it. A checkpoint of
 the mesh plane in the middle of a round also has the local state of each worker and the results in flight, so that the round
-continues. On the elastic plane states are taken between rounds.
+continues. On the elastic plane a state is that after a commit, and rounds in flight are trained again.
 
 The state of the outer optimizer is shared: it is in every checkpoint and is sent to workers that join. That of the inner one is
 local; other strategies continue with that of rank 0. On the elastic plane a checkpoint has that of one worker, and each worker
-keeps its own on its disk, beside its error feedback: workers that restart in the same run directory continue with it where the
-checkpoint does. Workers that join, or rejoin between two checkpoints, start with that of another worker.
+keeps its own on its disk, with its error feedback and its weights, as they were when the round of the checkpoint ended: workers
+that restart in the same run directory continue with them where the checkpoint does. Workers that join, or rejoin between two
+checkpoints, start with that of another worker.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S / h
 Memory: the anchor and what is exchanged, beside weights, gradients and the state of both optimizers: 4 S and the optimizers'.
@@ -35,6 +40,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -97,9 +103,6 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     @classmethod
     def plan(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
-        if options.streaming.overlap and not all(node.stays for node in nodes):
-            said = "strategy.overlap is for cluster.plane mesh: on the elastic plane an exchange is waited for; set it to 0"
-            return Placement(refusals=[said])
         placement = cls.exchanged(options, nodes, shape)
         if shape is None:
             return placement
@@ -142,6 +145,9 @@ class LocalSteps(Exchanging[LocalStepsT]):
         self.replica.led = False  # each worker checks its own gradients
         self._anchor = [parameter.detach().clone() for parameter in self.replica.parameters]
         self.outer = self.outer_optimizer(self.replica.parameters)
+        self._applied = self.replica.updates  # the last step of the last round that the anchor has
+        self._arrived: deque[tuple[int, int]] = deque()  # step and slot of results that the weights do not have
+        self._at_start = False  # the next step begins with the anchor
 
     @property
     def _streaming(self) -> Streaming:
@@ -156,6 +162,18 @@ class LocalSteps(Exchanging[LocalStepsT]):
         return -(-self._streaming.overlap // self.local_steps)
 
     @property
+    def version(self) -> int:
+        return self._applied
+
+    @property
+    def own_step(self) -> int | None:
+        return None if self._in_round else self.replica.updates
+
+    @property
+    def shares_state_in_rounds(self) -> bool:
+        return super().shares_state_in_rounds or self._streaming.overlap > 0
+
+    @property
     def round_timeout(self) -> float | None:
         return self.options.step_timeout
 
@@ -163,6 +181,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     def step(self, batch: Batch) -> StepReport:
         replica, started = self.replica, time.perf_counter()
+        self._begin(batch.step)
         rate = replica.learning_rate
         loss = replica.compute(batch)
         norm = replica.apply()
@@ -171,8 +190,10 @@ class LocalSteps(Exchanging[LocalStepsT]):
         mine.loss, mine.counted = mine.loss + loss * batch.weight, batch.counts is not None
         mine.compute_s += time.perf_counter() - started
         report = StepReport(loss=loss, grad_norm=norm, learning_rate=rate, samples=batch.samples, tokens=batch.tokens)
+        if self._streaming.overlap:
+            self.rounds.poll()
         ends = self.rounds.ends(batch.step)
-        if ends or self._due(batch.step):
+        if ends or self._is_due(batch.step):
             report.comm = Span(self.context.device)
             if ends:
                 self._contribute(batch.step)
@@ -181,19 +202,49 @@ class LocalSteps(Exchanging[LocalStepsT]):
             report.stop = self.rounds.stop
         return report
 
-    def _due(self, step: int) -> int:
-        """Return how many rounds in flight are to be applied after this step."""
-        return sum(flight.step + self._streaming.overlap <= step for flight in self.rounds.flights)
+    @torch.no_grad()
+    def _begin(self, step: int) -> None:
+        """Before a step: where this worker has joined since the last one, start from the anchor."""
+        if self.context.fixed_group is None:
+            self.replica.updates = step - 1  # of a worker that joined, further than its last
+        if self._at_start:
+            torch._foreach_copy_([parameter.detach() for parameter in self.replica.parameters], self._anchor)
+            self._arrived.clear()
+            self._mine, self._at_start = _Round(self.replica.updates), False
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether results are to be in the weights after this step that are not."""
+        oldest = [step for step, _ in self._arrived] + [flight.step for flight in self.rounds.flights]
+        return any(self._arrives(since) <= step for since in oldest)
+
+    def _arrives(self, step: int) -> int:
+        """Return the step after which the weights get the result of the round that ended with `step`."""
+        return min(step + self._streaming.overlap, self.context.total_steps)
 
     def _settle(self, step: int) -> None:
-        self.rounds.settle(in_flight=len(self.rounds.flights) - self._due(step))
+        """Wait for the results that the weights get after this step."""
+        self.rounds.settle(in_flight=sum(self._arrives(flight.step) > step for flight in self.rounds.flights))
+        self._mix(step)
+
+    @torch.no_grad()
+    def _mix(self, step: int) -> None:
+        while self._arrived and self._arrives(self._arrived[0][0]) <= step:
+            for place in self._fragmented.places(self._arrived.popleft()[1]):
+                parameter, anchor = self.replica.parameters[place], self._anchor[place]
+                if self._streaming.mixing == 1:
+                    parameter.copy_(anchor)
+                else:
+                    parameter.lerp_(anchor, self._streaming.mixing)
 
     @torch.no_grad()
     def _contribute(self, step: int) -> None:
         """Contribute the distance from the anchor; without streaming, return to the anchor until the round is committed."""
-        if step == self.context.total_steps:  # with all fragments
-            self.rounds.settle(in_flight=0)
         slot = self.rounds.slot_of(step)
+        before = [slot for _, slot in self._arrived] + [flight.slot for flight in self.rounds.flights]
+        if any(self._fragmented.collide(each, slot) for each in before):
+            self._settle(step)
+            if self.context.fixed_group is None and not self.rounds.ends(step):
+                return  # its lease was lost meanwhile
         for place in self._fragmented.places(slot):
             parameter, anchor = self.replica.parameters[place], self._anchor[place]
             parameter.grad = anchor - parameter
@@ -213,21 +264,23 @@ class LocalSteps(Exchanging[LocalStepsT]):
     @torch.no_grad()
     def apply(self, result: Committed) -> None:
         places = self._fragmented.places(result.slot)
-        parameters: list[Tensor] = [self.replica.parameters[place] for place in places]
-        anchors = [self._anchor[place] for place in places]
         if not result.empty:
-            local = [parameter.clone() for parameter in parameters] if self._streaming.mixing < 1 else []
-            if self._streaming.streams:
-                torch._foreach_copy_(parameters, anchors)
-            self._fragmented.give(result)
-            self.outer.step()
-            self.replica.drop_gradients()
-            torch._foreach_copy_(anchors, parameters)
-            for parameter, mine in zip(parameters, local, strict=False):
-                parameter.mul_(self._streaming.mixing).add_(mine, alpha=1 - self._streaming.mixing)
+            with self._at_anchor(places):
+                self._fragmented.give(result)
+                self.outer.step()
+                self.replica.drop_gradients()
+        self._applied = result.step
+        self._arrived.append((result.step, result.slot))
         if not self._streaming.overlap:
+            self._mix(result.step)
             self.replica.updates = result.step
             self._mine = _Round(result.step)
+
+    def rejoined(self) -> None:
+        self._at_start = True
+        if not self._streaming.overlap:
+            self.replica.updates = self._applied
+            self._mine = _Round(self._applied)
 
     @property
     def _in_round(self) -> bool:
@@ -238,6 +291,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
             if self._in_round:
                 self._contribute(self.replica.updates)
             self.rounds.settle(in_flight=0)
+            self._mix(self.context.total_steps)
         super().drain()
 
     # Evaluation
@@ -247,16 +301,19 @@ class LocalSteps(Exchanging[LocalStepsT]):
             return super().measure(task, part)
 
     @contextmanager
-    def _at_anchor(self) -> Iterator[None]:
-        self._swap()
+    def _at_anchor(self, places: Sequence[int] | None = None) -> Iterator[None]:
+        """Set the parameters (None: all) to the anchor, and back."""
+        places = range(len(self._anchor)) if places is None else places
+        self._swap(places)
         try:
             yield
         finally:
-            self._swap()
+            self._swap(places)
 
-    def _swap(self) -> None:
-        for number, parameter in enumerate(self.replica.parameters):
-            parameter.data, self._anchor[number] = self._anchor[number], parameter.data
+    def _swap(self, places: Sequence[int]) -> None:
+        for place in places:
+            parameter = self.replica.parameters[place]
+            parameter.data, self._anchor[place] = self._anchor[place], parameter.data
 
     # Saving
 
@@ -279,6 +336,8 @@ class LocalSteps(Exchanging[LocalStepsT]):
             done = {"first": mine.first, "samples": mine.samples, "weight": mine.weight, "loss": mine.loss}
             own |= {f"{ROUND}{name}": torch.as_tensor(value, dtype=torch.float64) for name, value in done.items()}
             state.weights = {**state.weights, **trained}
+        if not fixed:
+            state.numbers["updates"] = self._applied
         if self._streaming.streams:
             state.numbers["fragments"] = [self._streaming.fragments, self.local_steps]
         state.own = own
@@ -290,7 +349,11 @@ class LocalSteps(Exchanging[LocalStepsT]):
         moments = {name.removeprefix(MOMENTS): tensor for name, tensor in own.items() if name.startswith(MOMENTS)}
         buffers = {name: tensor for name, tensor in own.items() if not name.startswith((WEIGHTS, MOMENTS, ROUND))}
         super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
-        self._mine = _Round(self.replica.updates)
+        if self.context.server_context is not None:
+            return
+        self._applied = self.replica.updates
+        self._arrived.clear()
+        self._mine, self._at_start = _Round(self.replica.updates), False
         if f"{ROUND}first" in own:
             self._load_round(own)
 
@@ -319,3 +382,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         for name, tensor in own.items():
             if name.startswith(WEIGHTS):
                 tensors[name.removeprefix(WEIGHTS)].copy_(tensor)
+        if self.context.fixed_group is None:  # the anchor has the results that were in flight
+            last, h = self._applied // self.local_steps * self.local_steps, self.local_steps
+            flying = range(last, max(0, self._applied - self._streaming.overlap), -h)
+            self._arrived.extend((step, self.rounds.slot_of(step)) for step in reversed(flying))
