@@ -908,11 +908,12 @@ class _Slow(Task):
     is there: a few steps are enough for a script that a loaded machine holds up."""
 
     calls = 0
+    pace = 0.03
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         if model.training and not Path(os.environ["SLOW_UNTIL"]).exists():
             self.calls += 1
-            time.sleep(0.03 * max(10, self.calls))
+            time.sleep(self.pace * max(10, self.calls))
         return super().loss(model, batch)
 
 
@@ -926,6 +927,8 @@ class SlowTiny(_Slow, Tiny):
 
 class HashedTiny(SlowTiny):
     """Each worker writes the hash of the anchor after every round that it applies into a file of its own in HASHES."""
+
+    pace = 0.01
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -19,9 +19,10 @@ from tests.faults.elastic_history import (
 )
 from tests.world import ElasticWorld, run_elastic_world
 
-STEPS = 151  # many more than a script takes; the last round is shorter
+STEPS = 101  # many more than a script takes; the last round is shorter
 CONFIG: dict[str, Any] = {
     "cluster.plane": "elastic",
+    "cluster.num_workers": 2,  # the third comes later
     "training.steps": STEPS,
     "training.batch_size": 4,
     "training.learning_rate": 0.001,
