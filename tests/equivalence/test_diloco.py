@@ -309,6 +309,25 @@ def test_resuming_with_other_fragments_is_refused(fragments: int) -> None:
         strategy.load_state(state)
 
 
+@pytest.mark.parametrize("plane", ["mesh", "elastic"])
+def test_a_run_with_other_fragments_does_not_continue(tmp_path: Path, plane: str) -> None:
+    """Nothing is trained, and the checkpoint is good for a run that fits it."""
+    sets = STREAMS | {"training.checkpoint_steps": 6, "training.steps": 8}
+    saved = train(plane, tmp_path / "whole", sets).run_dir / "checkpoints" / "step-00000006"
+    ends: dict[str, Any] = (
+        {"start": [], "script": lambda world: world.wait_for_exit("server")} if plane == "elastic" else {}
+    )
+    again = train(plane, tmp_path / "again", sets | {"strategy.fragments": 4}, resume=saved, **ends)
+    said = "the checkpoint was made with strategy.fragments 2 and inner_steps 4, and this run has 4 and 4; resume with those"
+    if isinstance(again, World):
+        assert said in again.refusal
+    else:
+        assert again.server.failed is not None
+        assert said in again.server.failed.message
+    assert not (again.run_dir / "checkpoints").exists() or not list((again.run_dir / "checkpoints").iterdir())
+    assert train(plane, tmp_path / "fits", sets, resume=saved).summary["status"] == "finished"
+
+
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "blocktopk"])
 def test_bytes_are_those_of_the_formula(codec: str) -> None:
     """Of every round; what crosses sockets is held to this in tests/conformance."""

@@ -74,6 +74,7 @@ class Streaming(NamedTuple):
     fragments: int = 1
     overlap: int = 0  # steps from a contribution until its result is applied
     mixing: float = 1.0  # share of the result in the weights then
+    eager: bool = False  # a worker takes its own part of the outer step at once
 
     @property
     def streams(self) -> bool:
@@ -134,6 +135,10 @@ class DiLoCoOptions(RoundOptions):
     mixing: Fraction | None = Field(
         None, description="share of the result in the weights when it arrives; null: 0.5 with overlap, 1 without"
     )
+    eager: bool = Field(
+        False,
+        description="results arrive inner_steps steps later, and each worker takes the outer step of its own part at once",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -155,7 +160,14 @@ class DiLoCoOptions(RoundOptions):
             raise ValueError(
                 f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {self.inner_steps}"
             )
-        if self.overlap >= self.inner_steps:
+        if self.eager and self.mixing is not None:
+            raise ValueError("strategy.mixing has no effect with strategy.eager; leave out one of them")
+        if self.eager and self.overlap not in (0, self.inner_steps):
+            raise ValueError(
+                f"strategy.overlap is {self.overlap}; with strategy.eager it is strategy.inner_steps, {self.inner_steps}: "
+                "leave it out"
+            )
+        if self.overlap >= self.inner_steps and not self.eager:
             raise ValueError(
                 f"strategy.overlap is {self.overlap}; it must be less than strategy.inner_steps, {self.inner_steps}"
             )
@@ -163,6 +175,8 @@ class DiLoCoOptions(RoundOptions):
 
     @property
     def streaming(self) -> Streaming:
+        if self.eager:
+            return Streaming(self.fragments, self.inner_steps, 0.0, eager=True)
         mixing = (0.5 if self.overlap else 1.0) if self.mixing is None else self.mixing
         return Streaming(self.fragments, self.overlap, mixing)
 

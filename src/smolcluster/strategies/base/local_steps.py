@@ -49,6 +49,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.fragmented import Fragmented
 from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.compute.optim import load_named_state, named_state
@@ -64,7 +65,10 @@ from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
 
 LocalStepsT = TypeVar("LocalStepsT", bound=RoundOptions)
-WEIGHTS, MOMENTS, ROUND = "weights/", "optimizer/", "round/"  # prefixes in `State.own`
+# Prefixes in `State.own`
+WEIGHTS, MOMENTS, ROUND = "weights/", "optimizer/", "round/"
+START, EAGER = "start/", "eager/"
+OF_ROUNDS = (WEIGHTS, MOMENTS, ROUND, START, EAGER)
 OUTER = "outer/"  # prefix in `State.shared`
 
 
@@ -107,6 +111,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         if shape is None:
             return placement
         size, h = shape.parameters * shape.bytes_per_parameter, options.steps_per_round
+        eager = int(options.streaming.eager)
         largest = 1.0
         if shape.model is not None and options.streaming.fragments > 1:
             sizes = {name: p.numel() for name, p in shape.model.named_parameters() if p.requires_grad}
@@ -119,13 +124,14 @@ class LocalSteps(Exchanging[LocalStepsT]):
         costs = [
             replace(
                 cost,
-                parameter_bytes=2 * size,
-                optimizer_bytes=cost.optimizer_bytes + size * cls.outer_states(options),
+                parameter_bytes=(2 + eager) * size,
+                optimizer_bytes=cost.optimizer_bytes + size * cls.outer_states(options) * (1 + eager),
                 gradient_bytes=cost.gradient_bytes + size,  # of local steps, beside what is exchanged
                 bytes_sent=cost.bytes_sent // h,
                 bytes_received=cost.bytes_received // h,
                 messages=-(-cost.messages // h),
                 bytes_at_once=round(cost.bytes_sent * largest),
+                bytes_at_end=cost.bytes_sent,
             )
             for cost in placement.costs
         ]
@@ -145,6 +151,9 @@ class LocalSteps(Exchanging[LocalStepsT]):
         self.replica.led = False  # each worker checks its own gradients
         self._anchor = [parameter.detach().clone() for parameter in self.replica.parameters]
         self.outer = self.outer_optimizer(self.replica.parameters)
+        if self._streaming.eager:
+            self._start = [anchor.clone() for anchor in self._anchor]  # the weights that local steps began with
+            self._outer_of_mine = self.outer_optimizer(self.replica.parameters)
         self._applied = self.replica.updates  # the last step of the last round that the anchor has
         self._arrived: deque[tuple[int, int]] = deque()  # step and slot of results that the weights do not have
         self._at_start = False  # the next step begins with the anchor
@@ -211,6 +220,9 @@ class LocalSteps(Exchanging[LocalStepsT]):
             torch._foreach_copy_([parameter.detach() for parameter in self.replica.parameters], self._anchor)
             self._arrived.clear()
             self._mine, self._at_start = _Round(self.replica.updates), False
+            if self._streaming.eager:
+                torch._foreach_copy_(self._start, self._anchor)
+                self._outer_of_mine.state.clear()
 
     def _is_due(self, step: int) -> bool:
         """Return whether results are to be in the weights after this step that are not."""
@@ -229,7 +241,8 @@ class LocalSteps(Exchanging[LocalStepsT]):
     @torch.no_grad()
     def _mix(self, step: int) -> None:
         while self._arrived and self._arrives(self._arrived[0][0]) <= step:
-            for place in self._fragmented.places(self._arrived.popleft()[1]):
+            slot = self._arrived.popleft()[1]
+            for place in self._fragmented.places(slot) if self._streaming.mixing else ():
                 parameter, anchor = self.replica.parameters[place], self._anchor[place]
                 if self._streaming.mixing == 1:
                     parameter.copy_(anchor)
@@ -245,11 +258,12 @@ class LocalSteps(Exchanging[LocalStepsT]):
             self._settle(step)
             if self.context.fixed_group is None and not self.rounds.ends(step):
                 return  # its lease was lost meanwhile
-        for place in self._fragmented.places(slot):
-            parameter, anchor = self.replica.parameters[place], self._anchor[place]
-            parameter.grad = anchor - parameter
+        places, starts = self._fragmented.places(slot), self._start if self._streaming.eager else self._anchor
+        deltas = [starts[place] - self.replica.parameters[place] for place in places]
+        for place, delta in zip(places, deltas, strict=True):
+            self.replica.parameters[place].grad = delta
             if not self._streaming.streams:
-                parameter.copy_(anchor)
+                self.replica.parameters[place].copy_(self._anchor[place])
         done = self._mine
         if not self._streaming.overlap:
             self.replica.updates = done.first
@@ -260,6 +274,18 @@ class LocalSteps(Exchanging[LocalStepsT]):
             mine.compute_s = done.compute_s
             mine.start()
         self._mine = _Round(self.replica.updates)
+        if self._streaming.eager:
+            self._step_eagerly(places, deltas, self.rounds.share(mine))
+
+    def _step_eagerly(self, places: Sequence[int], deltas: Sequence[Tensor], share: float) -> None:
+        """From the anchor, take the outer step of this worker's share of the mean that is under way."""
+        for place, delta in zip(places, deltas, strict=True):
+            self.replica.parameters[place].copy_(self._anchor[place])
+            self.replica.parameters[place].grad = delta * share
+        self._outer_of_mine.step()
+        self.replica.drop_gradients()
+        for place in places:
+            self._start[place].copy_(self.replica.parameters[place])
 
     @torch.no_grad()
     def apply(self, result: Committed) -> None:
@@ -319,6 +345,8 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     def state(self, of: Scope = "run") -> State:
         state = super().state(of)
+        if self._streaming.streams:
+            state.numbers["fragments"] = [self._streaming.fragments, self.local_steps]
         if self.context.server_context is not None:
             return state
         outer = named_state(self.replica.model, self.outer)
@@ -336,10 +364,12 @@ class LocalSteps(Exchanging[LocalStepsT]):
             done = {"first": mine.first, "samples": mine.samples, "weight": mine.weight, "loss": mine.loss}
             own |= {f"{ROUND}{name}": torch.as_tensor(value, dtype=torch.float64) for name, value in done.items()}
             state.weights = {**state.weights, **trained}
+        if self._streaming.eager:
+            own |= {f"{START}{name}": tensor for name, tensor in zip(self._names(), self._start, strict=True)}
+            mine_outer = named_state(self.replica.model, self._outer_of_mine)
+            own |= {f"{EAGER}{name}": tensor for name, tensor in mine_outer.items()}
         if not fixed:
             state.numbers["updates"] = self._applied
-        if self._streaming.streams:
-            state.numbers["fragments"] = [self._streaming.fragments, self.local_steps]
         state.own = own
         return state
 
@@ -347,13 +377,18 @@ class LocalSteps(Exchanging[LocalStepsT]):
         self._check_fragments(state)
         own = state.own
         moments = {name.removeprefix(MOMENTS): tensor for name, tensor in own.items() if name.startswith(MOMENTS)}
-        buffers = {name: tensor for name, tensor in own.items() if not name.startswith((WEIGHTS, MOMENTS, ROUND))}
+        buffers = {name: tensor for name, tensor in own.items() if not name.startswith(OF_ROUNDS)}
         super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
         if self.context.server_context is not None:
             return
         self._applied = self.replica.updates
         self._arrived.clear()
         self._mine, self._at_start = _Round(self.replica.updates), False
+        if self._streaming.eager:
+            torch._foreach_copy_(
+                self._start, [own.get(f"{START}{n}", a) for n, a in zip(self._names(), self._anchor, strict=True)]
+            )
+            load_named_state(self.replica.model, self._outer_of_mine, under(EAGER, own))
         if f"{ROUND}first" in own:
             self._load_round(own)
 
