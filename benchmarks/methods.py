@@ -32,6 +32,7 @@ from smolcluster.errors import SmolclusterError
 
 DDP, BARE, MUON = "torch DDP", "bare DiLoCo", "muon"
 MUON_PEER = "allreduce, muon"  # the synchronous run of that optimizer
+PLAIN = "diloco, wan, plain SGD"  # SparseLoCo's outer optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +56,16 @@ OURS = {
     "diloco, fp32": diloco(),
     "diloco, lan": diloco("lan"),
     "diloco, wan": diloco("wan"),
-    "diloco, wan, k 256": diloco("wan", codec_k=256),
-    "diloco, wan, H 10, k 256": diloco("wan", inner_steps=10, codec_k=256),
+    PLAIN: diloco("wan", outer_lr=1.0, outer_momentum=0.0),
+    "diloco, wan, H 30, k 512": diloco("wan", inner_steps=30, codec_k=512, outer_momentum=0.7),
     MUON_PEER: Method(optimizer=MUON),
     "diloco, fp32, muon": diloco(optimizer=MUON),
     "diloco, lan, muon": diloco("lan", optimizer=MUON),
     "diloco, wan, muon": diloco("wan", optimizer=MUON),
-    "diloco, wan, muon, k 256": diloco("wan", optimizer=MUON, codec_k=256),
-    "diloco, wan, muon, H 10, k 128": diloco("wan", optimizer=MUON, inner_steps=10, codec_k=128),
+    "diloco, wan, muon, H 20": diloco("wan", optimizer=MUON, inner_steps=20),
+    "diloco, wan, muon, H 30, k 192": diloco("wan", optimizer=MUON, inner_steps=30, codec_k=192),
 }
+OF_BYTES = ("diloco, wan, H 30, k 512", "diloco, wan, muon, H 20", "diloco, wan, muon, H 30, k 192")  # for P3 alone
 METHODS = [*PEERS, BARE, *OURS]
 
 

@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from benchmarks.harness import Comparison, Session, Target, Variant
 from smolcluster.compute.optim import named_state
 from smolcluster.engine.checkpoint.async_saver import Saver
-from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot
+from smolcluster.engine.checkpoint.snapshot import Snapshot
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.errors import SmolclusterError
 from smolcluster.models import GPT, GPTConfig
 

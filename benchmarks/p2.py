@@ -16,8 +16,8 @@ edp has no such curve: who is ahead depends on the network. It runs over the lin
 Its server is on the host of worker 0. hivemind, where it is installed, is compared in `p3` and `p4`: not here.
 
 Hosts are network namespaces (`network.py`): Linux, root and iproute2 are needed. All hosts share this machine's cores, so with
-more workers than cores computing takes longer than it would, for all alike. A kept file is drawn again with
-`python -m benchmarks.p2 FILE`.
+more workers than cores computing takes longer than it would, for all alike. With `--jobs` J, J methods are measured at once:
+J times `--workers` must not be more than the cores. A kept file is drawn again with `python -m benchmarks.p2 FILE`.
 
 Target: 100x / 15x / 2.4x sooner than torch DDP at 1 / 10 / 100 Mbit/s; plain allreduce never later than DDP.
 """
@@ -27,17 +27,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic import ElasticRun, elastic_config, show
 from benchmarks.harness import Session
-from benchmarks.methods import BARE, DDP, METHODS, OURS, steps_of, training
+from benchmarks.methods import BARE, DDP, METHODS, OF_BYTES, OURS, steps_of, training
 from benchmarks.network import hosts
 from benchmarks.picture import draw
 from benchmarks.workload import ROOT, SHAPES
@@ -50,7 +53,7 @@ TARGETS = {"1mbit": 100.0, "10mbit": 15.0, "100mbit": 2.4}
 EVERY = 30  # steps between two points of a curve: whole rounds of every method
 VAL_SAMPLES = 512
 EDP = "edp, int8"
-SHOWN = [m for m in METHODS if m not in ("diloco, wan, k 256", "diloco, lan, muon", "diloco, wan, muon, k 256")] + [EDP]
+SHOWN = [name for name in METHODS if name not in OF_BYTES] + [EDP]
 COLUMNS = ["method", "step_s", "steps", "seconds", "sooner", "target", "verdict"]
 PICTURE = ROOT / "docs" / "images" / "loss-over-time.svg"
 
@@ -64,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss", type=float, help="to reach (default: what DDP has after four fifths of the steps)")
     parser.add_argument("--only", choices=SHOWN, nargs="+", help="besides DDP (default: all)")
     parser.add_argument("--limit-s", type=float, help="of a run of edp (default: 300; quick: 20)")
+    parser.add_argument("--jobs", type=int, default=1, help="methods at a time (default: 1)")
     parser.add_argument("--draw", action="store_true", help=f"write {PICTURE.relative_to(ROOT)}")
 
 
@@ -77,14 +81,20 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     names = [DDP, *(name for name in SHOWN if name in wanted and name != DDP)]
 
     # Over steps, without a limit.
-    curves = {name: curve_of(name, size=size, steps=steps) for name in names if name != EDP}
+    methods = [name for name in names if name != EDP]
+    curves = dict(
+        zip(methods, _measured(curve_of, [(name, size, steps) for name in methods], arguments.jobs), strict=True)
+    )
     loss = arguments.loss or curves[DDP][len(curves[DDP]) * 4 // 5 - 1][1]
     session.name = f"p2-{size}"
     session.parameters = {**SHAPE.sets(), "workers": size, "steps": steps, "loss": loss, "curves": curves, "links": {}}
 
     # Over the links.
+    repeats = session.repeats
+    orders = [(name, size, link, steps, repeats) for link in links for name in methods]
+    measured = dict(zip(itertools.product(links, methods), _measured(paces_of, orders, arguments.jobs), strict=True))
     for link in links:
-        paces = {name: paces_of(name, size=size, link=link, steps=steps, repeats=session.repeats) for name in curves}
+        paces = {name: measured[link, name] for name in methods}
         over_time = {
             name: [(step * statistics.median(paces[name]), at) for step, at in curve] for name, curve in curves.items()
         }
@@ -128,7 +138,14 @@ def first_at(curve: Curve, loss: float) -> float | None:
     return None
 
 
-def curve_of(name: str, *, size: int, steps: int) -> Curve:
+def _measured(measure: Callable[..., Any], orders: Sequence[tuple[Any, ...]], jobs: int) -> list[Any]:
+    if jobs == 1:
+        return [measure(*order) for order in orders]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return [future.result() for future in [pool.submit(measure, *order) for order in orders]]
+
+
+def curve_of(name: str, size: int, steps: int) -> Curve:
     with training(name, SHAPE, steps=steps, size=size) as world:
         curve = []
         for step in range(EVERY, steps + 1, EVERY):
@@ -137,7 +154,7 @@ def curve_of(name: str, *, size: int, steps: int) -> Curve:
     return curve
 
 
-def paces_of(name: str, *, size: int, link: str, steps: int, repeats: int) -> list[float]:
+def paces_of(name: str, size: int, link: str, steps: int, repeats: int) -> list[float]:
     """Seconds of a step over this link. PowerSGD begins after two steps, so two are not counted."""
     block = EVERY if name == BARE or name.startswith("diloco") else 1
     with hosts(size, rate=link) as network, training(name, SHAPE, steps=steps, size=size, network=network) as world:

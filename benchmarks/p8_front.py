@@ -16,8 +16,8 @@ import sys
 import time
 from typing import Any
 
+from smolcluster.comm.addresses import split_address
 from smolcluster.comm.elastic.transport.security import load_keyring
-from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.serve.engine.front import LINKS, Front

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -22,28 +21,6 @@ def warm() -> Iterator[None]:
     installed = warm_processes.install()
     yield
     warm_processes.uninstall(installed)
-
-
-@pytest.fixture
-def slower() -> Callable[[], float]:
-    """By what factor the machine has been slower than it is since the test began. A virtual one is told how much of its
-    processor time went to others; what must happen in so many seconds cannot, while it stands still."""
-
-    def spent() -> tuple[int, int]:
-        try:
-            fields = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").split()[1:9]]
-        except (OSError, ValueError):
-            return 0, 0
-        return sum(fields) - fields[3] - fields[4], fields[7]  # idle and waiting for a disk; stolen
-
-    busy_before, stolen_before = spent()
-
-    def factor() -> float:
-        busy, stolen = spent()
-        busy, stolen = busy - busy_before, stolen - stolen_before
-        return busy / (busy - stolen) if 0 < stolen < busy else 1.0
-
-    return factor
 
 
 @pytest.hookimpl(tryfirst=True)

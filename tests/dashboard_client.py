@@ -10,7 +10,7 @@ from typing import Any
 
 
 def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     with contextlib.closing(connection):
         connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
         answer = connection.getresponse()
@@ -27,7 +27,7 @@ class Viewer:
     """Server-sent events, one by one."""
 
     def __init__(self, port: int, name: str = "new", **headers: str) -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
         self.connection.request(
             "GET", f"/api/run/{name}/events", headers={k.replace("_", "-"): v for k, v in headers.items()}
         )
@@ -53,7 +53,7 @@ class Viewer:
 
 
 def raw(port: int, request: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=300) as connection:
         connection.sendall(request)
         answer = b""
         with contextlib.suppress(ConnectionError):

@@ -28,11 +28,11 @@ def served(serve: Callable[[Callable[[str], None], threading.Event], None]) -> I
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert there.wait(30)
+        assert there.wait(300)
         assert not failed, failed
         yield int(urls[0].split(":")[2].split("/")[0])
     finally:
         ended.set()
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
         assert not failed, failed

@@ -25,7 +25,7 @@ from smolcluster.serve.engine.scheduler import SchedulerLimits
 from smolcluster.serve.engine.stage import StageWorker
 from smolcluster.serve.engine.types import SamplingParams, SequenceRequest, Token
 from smolcluster.serve.text.conversation import ChatTokenizer
-from tests.e2e.command import eventually
+from tests.places import eventually
 
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ class Cluster:
     def remove(self, name: str) -> None:
         worker, transport, thread = self.stages.pop(name)
         worker.stop()
-        thread.join(60)
+        thread.join(300)
         transport.close()
 
     async def ask(
@@ -156,7 +156,7 @@ def cluster(
     try:
         for name in names:
             made.add(name, files=files, dtype=dtype, memory_bytes=memory_bytes)
-        assert front.wait_ready(60), front.problems()
+        assert front.wait_ready(300), front.problems()
         eventually(lambda: made.settled(len(names)), what="every one of them")
         yield made
     finally:
@@ -187,7 +187,6 @@ class StageProcesses:
         for process in self.processes.values():
             process.kill()
             process.wait()
-            assert process.stdin is not None
             process.stdin.close()
 
 
@@ -201,7 +200,7 @@ def fronted(
     processes = StageProcesses(front)
     try:
         processes.start(*names)
-        assert front.wait_ready(60), front.problems()
+        assert front.wait_ready(300), front.problems()
         yield front, processes
     finally:
         front.close()

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 from smolcluster.comm.contributions import MessageLayout
 from smolcluster.compute import precision
 from smolcluster.models import SimpleNN
-from smolcluster.strategies.base.local_steps import LocalSteps
 from smolcluster.tasks.base import Task
 from smolcluster.tasks.gpt import GPTTask
 from smolcluster.tasks.mnist import Classification
@@ -340,7 +340,6 @@ class Digits(Classification):
     def _data(self) -> tuple[Tensor, Tensor]:
         # The file alone: importing scikit-learn takes a second in every process of a world.
         spec = importlib.util.find_spec("sklearn")
-        assert spec is not None
         assert spec.origin is not None
         rows = torch.from_numpy(np.loadtxt(Path(spec.origin).parent / "datasets/data/digits.csv.gz", delimiter=","))
         return rows[:, :-1].float() / 16.0, rows[:, -1].long()
@@ -370,14 +369,28 @@ class DoubleGPT(GPTTask):
         return super().model().double()
 
 
-class _Masked:
-    """Of each sequence the first ten targets do not count."""
+class _Wrapped:
+    """A dataset with batches of another."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
 
     def __len__(self) -> int:
         return len(self._data)
+
+
+class _WrappedGPT(DoubleGPT):
+    wrapped: Any = None
+
+    def train_data(self) -> Any:
+        return self.wrapped(super().train_data())
+
+    def val_data(self) -> Any:
+        return self.wrapped(super().val_data())
+
+
+class _Masked(_Wrapped):
+    """Of each sequence the first ten targets do not count."""
 
     def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
         tokens, targets = self._data.batch(indices)
@@ -386,22 +399,12 @@ class _Masked:
         return tokens, targets
 
 
-class MaskedGPT(DoubleGPT):
-    def train_data(self) -> Any:
-        return _Masked(super().train_data())
-
-    def val_data(self) -> Any:
-        return _Masked(super().val_data())
+class MaskedGPT(_WrappedGPT):
+    wrapped = _Masked
 
 
-class _Ragged:
+class _Ragged(_Wrapped):
     """Sequences of unlike length: of every fourth nothing counts."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
 
     def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
         tokens, targets = self._data.batch(indices)
@@ -412,14 +415,10 @@ class _Ragged:
         return tokens, targets
 
 
-class RaggedGPT(DoubleGPT):
+class RaggedGPT(_WrappedGPT):
     """A mean over the targets of sequences of unlike length, as in finetuning."""
 
-    def train_data(self) -> Any:
-        return _Ragged(super().train_data())
-
-    def val_data(self) -> Any:
-        return _Ragged(super().val_data())
+    wrapped = _Ragged
 
 
 class Weighed(Double):
@@ -448,14 +447,8 @@ class Overclaims(Double):
         return 2.0**50 if os.environ.get("TEST_RANK") == "1" else float(len(batch[0]))
 
 
-class _Shifted:
+class _Shifted(_Wrapped):
     """Augmented: each sequence is turned round by a random number of tokens, whenever it is read."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
 
     def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
         inputs, targets = self._data.batch(indices)
@@ -464,12 +457,8 @@ class _Shifted:
         return inputs.gather(1, where), targets.gather(1, where)
 
 
-class AugmentedGPT(DoubleGPT):
-    def train_data(self) -> Any:
-        return _Shifted(super().train_data())
-
-    def val_data(self) -> Any:
-        return _Shifted(super().val_data())
+class AugmentedGPT(_WrappedGPT):
+    wrapped = _Shifted
 
 
 class ResidualBlock(nn.Module):
@@ -878,14 +867,10 @@ class FailingGPT(GPTTask):
         return super().loss(model, batch)
 
 
-class _Held:
+class _Held(_Wrapped):
     """From the call HOLD_FROM on (1: the first) a batch is there when the file HOLD_UNTIL is."""
 
-    def __init__(self, data: Any) -> None:
-        self._data, self._calls = data, 0
-
-    def __len__(self) -> int:
-        return len(self._data)
+    _calls = 0
 
     def batch(self, indices: Any) -> Any:
         self._calls += 1
@@ -925,22 +910,65 @@ class SlowTiny(_Slow, Tiny):
     """A few hundred numbers."""
 
 
+class Unlike(Double):
+    """Machines of unlike speed, where the usual one takes 6 steps in a round.
+
+    REST            seconds that each rank rests in a training step
+    LATER, RESTS    from that training batch on it rests so many times as long
+    TIMES           instead of what is measured, the coordinator takes these seconds per step, and nobody is late
+    WEIGHTS         a folder for a line of each worker after each round, with a hash of its weights
+    """
+
+    quick_check = False  # a server has no time to rest
+    calls = 0
+
+    def __init__(self, config: Any) -> None:
+        from smolcluster.config import options
+        from smolcluster.engine.elastic.coordination import local_rounds
+        from smolcluster.strategies.base.local_steps import LocalSteps
+
+        super().__init__(config)
+        options.INNER_STEPS = 6
+        if "TIMES" in os.environ:
+            times = [float(seconds) for seconds in os.environ["TIMES"].split(",")]
+            local_rounds.SLACK = 1e9
+            local_rounds.LocalRounds._time_of = lambda _, member: times[member.rank]  # type: ignore[method-assign]
+        if "WEIGHTS" in os.environ:
+            LocalSteps.apply = _told(LocalSteps.apply)  # type: ignore[method-assign]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if model.training and "REST" in os.environ:
+            self.calls += 1
+            later = self.calls >= int(os.environ.get("LATER", 10**9))
+            rest_s = float(os.environ["REST"].split(",")[int(os.environ["TEST_RANK"])])
+            time.sleep(rest_s * (float(os.environ["RESTS"]) if later else 1.0))
+        return super().loss(model, batch)
+
+
+def _told(apply: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Apply the result of a round, and write down the weights."""
+
+    def applied(strategy: Any, result: Any) -> None:
+        from smolcluster.engine.checkpoint.safetensors_writer import weights_sha256
+
+        apply(strategy, result)
+        said = f"{result.step} {weights_sha256(strategy.state('weights').weights)}\n"
+        with Path(os.environ["WEIGHTS"], os.environ["TEST_RANK"]).open("a") as file:
+            file.write(said)
+
+    return applied
+
+
 class HashedTiny(SlowTiny):
-    """Each worker writes the hash of the anchor after every round that it applies into a file of its own in HASHES."""
+    """Slower and slower, with a hash of the weights in the folder WEIGHTS after each round of each worker."""
 
     pace = 0.01
 
     def __init__(self, config: Any) -> None:
+        from smolcluster.strategies.base.local_steps import LocalSteps
+
         super().__init__(config)
-        apply = LocalSteps.apply
-
-        def hashing(strategy: LocalSteps[Any], result: Any) -> None:
-            apply(strategy, result)
-            found = hashlib.sha256(b"".join(anchor.numpy().tobytes() for anchor in strategy._anchor)).hexdigest()
-            with Path(os.environ["HASHES"], f"{os.environ['TEST_RANK']}-{os.getpid()}").open("a") as file:
-                file.write(f"{result.step} {found}\n")
-
-        LocalSteps.apply = hashing  # type: ignore[method-assign]
+        LocalSteps.apply = _told(LocalSteps.apply)  # type: ignore[method-assign]
 
 
 def another_size(*args: Any, **kwargs: Any) -> dict[str, str]:

@@ -445,7 +445,6 @@ class ElasticWorld:
         """Until its process is gone; returns the status of that life."""
         self.wait(lambda: not self.alive(who), what=f"the end of {who}", within_s=within_s)
         life = self.seat(who).lives[-1]
-        assert life.listener is not None
         life.listener.join(5.0)
         return life.status
 
@@ -544,7 +543,6 @@ class ElasticWorld:
             life.process.kill()  # also ends one that is frozen
             life.process.join()
         for life in self._everyone():
-            assert life.listener is not None
             life.listener.join(5.0)
             life.pipe.close()
 

@@ -102,8 +102,8 @@ with (
     from tools.memory_transport import MemoryTransport, Switchboard
 
 CORPUS = Path(__file__).parent.parent / "tests" / "corpus"
-MOST_INPUTS = 60  # of a target in the corpus
-MOST_BYTES = 4096  # of an input
+MAX_INPUTS = 60  # of a target in the corpus
+MAX_BYTES = 4096  # of an input
 FAILED = "failed-"  # begins the name of an input that once went wrong
 SLOW_S = 5.0  # of processor time, for one input
 
@@ -817,7 +817,7 @@ def mutated(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
                 result[at:] = other[rng.randrange(len(other) + 1) :]
             case _:
                 result[at:at] = rng.choice(TOKENS)
-    return bytes(result[:MOST_BYTES])
+    return bytes(result[:MAX_BYTES])
 
 
 def search(name: str, found: list[bytes], *, seconds: float, seed: int) -> Iterator[tuple[bytes, BaseException]]:
@@ -854,11 +854,11 @@ def distil(folder: Path, name: str) -> int:
     best: dict[str, bytes] = {}
     for data in [path.read_bytes() for path in paths]:
         outcome = TARGETS[name](data)
-        if len(data) <= MOST_BYTES and (outcome not in best or len(data) < len(best[outcome])):
+        if len(data) <= MAX_BYTES and (outcome not in best or len(data) < len(best[outcome])):
             best[outcome] = data
     for path in paths:
         path.unlink()
-    room = MOST_INPUTS - len(list(folder.glob("*")))
+    room = MAX_INPUTS - len(list(folder.glob("*")))
     for data in sorted(best.values(), key=len)[:room]:
         (folder / _name(data)).write_bytes(data)
     return len(list(folder.glob("*")))
@@ -928,7 +928,7 @@ def _guided(options: argparse.Namespace) -> int:
         flags = [
             f"-max_total_time={options.seconds:.0f}",
             f"-seed={options.seed}",
-            f"-max_len={MOST_BYTES}",
+            f"-max_len={MAX_BYTES}",
             "-timeout=20",
         ]
         flags += [f"-artifact_prefix={options.crashes}/{name}-", "-print_final_stats=1", "-verbosity=0"]

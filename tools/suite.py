@@ -29,7 +29,7 @@ import pytest
 FOLDERS = ("conformance", "faults", "gpu", "e2e", "equivalence", "unit")
 DEALT = ("--dist", "loadfile", "--no-loadscope-reorder")
 COMPILED = ("src", "benchmarks", "tests", "tools")
-MOST_AGAIN = 10  # failures in a run; when more than these fail, something is broken
+MAX_AGAIN = 10  # failures in a run; when more than these fail, something is broken
 REPORT = "SMOLCLUSTER_FAILED_TESTS"  # environment: the file that the plugin writes
 
 NO_TESTS = int(pytest.ExitCode.NO_TESTS_COLLECTED)
@@ -92,7 +92,7 @@ def judge(arguments: Sequence[str], run: Callable[[Sequence[str]], tuple[int, li
     status, failed = run(arguments)
     if status not in (*RAN, NO_TESTS) or (status == RAN[1] and not failed):
         verdict.broken.append(f"pytest {' '.join(arguments)} (exit status {status})")
-    if len(failed) > MOST_AGAIN:
+    if len(failed) > MAX_AGAIN:
         verdict.failed = failed
         return verdict
     for name in failed:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.p8_front import PROMPT, prompt
-from smolcluster.comm.elastic.transport.sockets import split_address
+from smolcluster.comm.addresses import split_address
 from smolcluster.serve.engine.sources import find_source
 from smolcluster.serve.engine.stage_model import Row, StageModel
 

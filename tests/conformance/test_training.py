@@ -22,8 +22,7 @@ from tests.conformance.cases import Case, all_cases, assert_good_end, over
 from tests.world import ElasticWorld, World, run_world
 
 from smolcluster.config.strategies import record_of
-from smolcluster.engine.checkpoint.snapshot import Snapshot
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import Snapshot, read_checkpoint
 from smolcluster.observe.events import CheckpointSaved, Event
 
 CASES = all_cases()

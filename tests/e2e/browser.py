@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tests.e2e.command import eventually
+from tests.places import eventually
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None
@@ -25,6 +25,16 @@ def chromium(*options: str) -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=[*CHEAP, *options])
         yield browser
         browser.close()
+
+
+@contextlib.contextmanager
+def lone_page(browser: Any) -> Iterator[Any]:
+    """One that may complain."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    yield page
+    context.close()
 
 
 @contextlib.contextmanager

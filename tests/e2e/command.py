@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from tests.places import eventually
 
 T = TypeVar("T")
 
@@ -33,29 +33,9 @@ TINY = (
 # What would change how the command behaves, left over from whoever runs the tests.
 _FOREIGN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SMOLCLUSTER_TOKEN"),
-    *(
-        "NO_COLOR",
-        "FORCE_COLOR",
-        "PY_COLORS",
-        "CLICOLOR",
-        "CLICOLOR_FORCE",
-        "GITHUB_ACTIONS",
-        "TERM",
-        "COLUMNS",
-        "LINES",
-    ),
+    *("NO_COLOR", "FORCE_COLOR", "PY_COLORS", "CLICOLOR", "CLICOLOR_FORCE", "GITHUB_ACTIONS", "TERM", "COLUMNS"),
+    "LINES",
 )
-
-
-def eventually(question: Callable[[], T | None], *, within_s: float = 150.0, what: str) -> T:
-    """The first answer that is neither None nor false."""
-    deadline = time.monotonic() + within_s
-    while True:
-        answer = question()
-        if answer:
-            return answer
-        assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
-        time.sleep(0.005)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,3 +21,24 @@ def smol(warm: None, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     runner = Smol(cache, tmp_path_factory.mktemp("output"))
     yield runner
     runner.close()
+
+
+# Makes the import of torch an error in every process but a server or worker.
+GUARD = """
+import sys
+
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" or name.startswith("torch."):
+            raise AssertionError("the launcher imports torch")
+
+if not {"smolcluster.engine.process.main", "smolcluster.engine.process.warm_elastic"} & set(sys.orig_argv):
+    sys.meta_path.insert(0, Guard())
+"""
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("guard")
+    (folder / "sitecustomize.py").write_text(GUARD, encoding="utf-8")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}

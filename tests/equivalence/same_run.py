@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.world import World
 
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 
 STEPS = 8
 COMMON: dict[str, Any] = {

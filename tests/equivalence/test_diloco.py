@@ -23,7 +23,7 @@ from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.data.leases import Range, indices
 from smolcluster.data.sampler import Sampler, ShardedSampler
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 from smolcluster.errors import UserError
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.strategies.base import State
@@ -46,7 +46,7 @@ CONFIG: dict[str, Any] = {
     "training.checkpoint_steps": 100,
     "strategy.inner_steps": H,
 }
-WAN = {"strategy.preset": "wan"}
+WAN = {"strategy.preset": "wan", "strategy.outer_lr": 1.0, "strategy.outer_momentum": 0.0}  # SparseLoCo's outer SGD
 
 
 def train(
@@ -79,11 +79,13 @@ def simulated(
     fragments: int = 1,
     overlap: int = 0,
     mixing: float = 1.0,
+    again: bool = False,
     reads: Sequence[Sequence[Any]] | None = None,
 ) -> dict[str, Tensor]:
     """One model for each worker, in turn; Nesterov's rule, error feedback, the mean and the fragments are written out.
 
-    `reads`: the samples of each worker in each step; None: those of the mesh plane.
+    `again`: the mean is encoded again, with error feedback of its own. `reads`: the samples of each worker in each step; None:
+    those of the mesh plane.
     """
     task = Double(config=None)  # type: ignore[arg-type]
     seed_everything(SEED, "weights", device=torch.device("cpu"))
@@ -99,6 +101,7 @@ def simulated(
     theta = [p.detach().clone() for p in models[0].parameters()]
     velocity = [torch.zeros_like(p) for p in theta]
     residuals: list[list[Tensor | float]] = [[0.0] * len(theta) for _ in COUNTS]
+    of_means: list[Tensor | float] = [0.0] * len(theta)
     of_fragment = [place // 2 % fragments for place in range(len(theta))]  # a weight and a bias make a layer
     under_way: list[tuple[int, int, Tensor]] = []  # since when, which tensor, the mean
 
@@ -134,7 +137,12 @@ def simulated(
                 residuals[worker][place] = wanted - sent[-1]
             total = sum(count * tensor for count, tensor in zip(COUNTS, sent, strict=True))
             who = sum(count * ((tensor != 0) if senders else 1) for count, tensor in zip(COUNTS, sent, strict=True))
-            under_way.append((t, place, total / torch.as_tensor(who).clamp(min=1)))
+            mean = total / torch.as_tensor(who).clamp(min=1)
+            if again:
+                wanted = mean + decay * of_means[place]
+                mean = through(codec, wanted)
+                of_means[place] = wanted - mean
+            under_way.append((t, place, mean))
         arrive(t if t == steps else t - overlap)
     return models[0].state_dict() | dict(zip(models[0].state_dict(), theta, strict=True))
 
@@ -229,6 +237,49 @@ def test_lossy_rounds_are_those_of_a_loop(tmp_path: Path, average: str, codec: s
     assert isinstance(world, World)
     sent = {row.step: row.bytes_sent for row in world.ranks[0].rows()}
     assert [sent[step] - sent[step - 1] for step in range(2, STEPS)] == [message, 0] * (STEPS // 2 - 1)
+
+
+FEW = {rank: [("smolcluster.strategies.diloco", "MOST_GATHERED", 1)] for rank in range(len(COUNTS))}
+
+
+@pytest.mark.usual(when=lambda options: options == {"codec": "blocktopk", "overlap": 1})
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"codec": "blocktopk"},
+        {"codec": "int4"},
+        {"codec": "blocktopk", "overlap": 1},
+        {"codec": "bf16", "fragments": 2},
+    ],
+    ids=str,
+)
+def test_means_that_are_encoded_again_are_those_of_a_loop(tmp_path: Path, options: dict[str, Any]) -> None:
+    """As among many workers. Resumed, also with a round in flight, to the bit."""
+    sets = {f"strategy.{name}": value for name, value in options.items()}
+    sets |= {"strategy.inner_steps": 4, "strategy.mixing": 1.0, "training.steps": 11}
+    senders, decay = options["codec"] == "blocktopk", 0.0 if options["codec"] == "bf16" else 0.95
+    expected = simulated(**options, senders=senders, decay=decay, steps=11, h=4, again=True)
+    saves = {"training.checkpoint_steps": 4, "training.max_checkpoints_to_keep": 9}
+    whole = train("mesh", tmp_path / "whole", sets | saves, tweaks=FEW)
+    assert_close(weights(whole, 11), expected, tolerance=1e-6)
+    saved = whole.run_dir / "checkpoints" / "step-00000004"
+    again = train("mesh", tmp_path / "again", sets, resume=saved, tweaks=FEW)
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_many_workers_of_the_elastic_plane(tmp_path: Path) -> None:
+    """Nine at the start: means are encoded again, also when fewer are left."""
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(4)
+        world.kill(8)
+
+    sets = WAN | {"cluster.workers": [], "cluster.batch_size": {}, "training.batch_size": 2, "training.steps": 20}
+    world = train("elastic", tmp_path, sets, workers=9, script=script)
+    assert isinstance(world, ElasticWorld)
+    assert world.summary["replicas_agree"] is True
+    assert world.summary["members_lost"] == 1
 
 
 @pytest.mark.usual(when=lambda plane: plane == "mesh")
@@ -340,11 +391,24 @@ def test_bytes_are_those_of_the_formula(codec: str) -> None:
         assert {(cost.bytes_sent, cost.bytes_received) for cost in costs} == {(3 * encoded // 5, 3 * encoded // 5)}
 
 
+@pytest.mark.parametrize("stays", [True, False])
+def test_above_eight_workers_bytes_do_not_grow_with_their_number(stays: bool) -> None:
+    """Up to eight as before."""
+    shape = Shape(parameters=40 * 4096, bytes_per_parameter=4, tensors=[(64, 64)] * 40)
+    encoded = 40 * make_codec("int4").nbytes((64, 64))
+    for n in (8, 10, 20, 40):
+        nodes = [Node(name=f"n{i}", stays=stays) for i in range(n)]
+        costs = DiLoCo.plan(DiLoCoOptions(codec="int4", inner_steps=5), nodes, shape).costs
+        moved = (n - 1) * encoded if n == 8 else 2 * (n - 1) * encoded // n
+        assert {(cost.bytes_sent, cost.bytes_received) for cost in costs} == {(moved // 5, moved // 5)}
+
+
 def test_presets_and_what_wins_over_them() -> None:
     wan = DiLoCoOptions(preset="WAN")
-    assert (wan.codec, wan.codec_bits, wan.outer_lr, wan.outer_momentum) == ("blocktopk", 2, 1.0, 0.0)
+    assert (wan.codec, wan.codec_bits, wan.outer_lr, wan.outer_momentum) == ("blocktopk", 2, 0.9, 0.5)
+    assert (wan.inner_steps, wan.codec_k) == (15, 128)
     assert DiLoCoOptions(preset="lan").codec == "int4"
     assert DiLoCoOptions(preset="wan", codec_bits=4, outer_momentum=0.5).codec_bits == 4
-    assert DiLoCoOptions(preset="wan", outer_momentum=0.5).outer_momentum == 0.5
+    assert DiLoCoOptions(preset="wan", outer_momentum=0.0).outer_momentum == 0.0
     with pytest.raises(ValueError, match="takes one of fp32, bf16, int8, int4, blocktopk"):
         DiLoCoOptions(codec="powersgd")

@@ -18,7 +18,7 @@ from torch import Tensor
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.data.sampler import Sampler, ShardedSampler
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 
 STEPS, H, SEEN = 11, 4, 9  # the step whose weights of each worker are looked at
 LR, MOMENTUM = 0.7, 0.9

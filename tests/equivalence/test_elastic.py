@@ -26,7 +26,8 @@ from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.compute.optim import warmup_cosine
 from smolcluster.compute.rng import seed_everything
 from smolcluster.data.sampler import Sampler
-from smolcluster.engine.checkpoint.store import CheckpointStore, read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.elastic import history
 
 ELASTIC = {"cluster.plane": "elastic"}

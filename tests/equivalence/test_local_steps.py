@@ -22,7 +22,7 @@ from tests.world import ElasticWorld, World, run_elastic_world, run_world
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config import strategies
 from smolcluster.data.sampler import Sampler, ShardedSampler
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 
 SEED, STEPS, RATE = 5, 7, 0.1
 BATCHES = (6, 2, 4)

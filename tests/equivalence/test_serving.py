@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e.command import eventually
+from tests.places import eventually
 from tests.serving import GREEDY, Cluster, RandomSource, cluster, gpt2, llama, qwen3
 
 from smolcluster.comm.elastic.membership import received_state
@@ -150,7 +150,7 @@ def test_a_machine_that_holds_halves_is_sent_halves(source: RandomSource) -> Non
     made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=1), codec="fp32", dtype=torch.float32))
     try:
         made.add("a", files=False, dtype=torch.bfloat16, memory_bytes=half * 3 // 2)
-        assert made.front.wait_ready(20), made.front.problems()
+        assert made.front.wait_ready(300), made.front.problems()
         assert len(made.text(PROMPTS[0], 8)) == 8
     finally:
         made.front.close()
@@ -167,7 +167,7 @@ def test_weights_leave_the_front_slice_by_slice(source: RandomSource, monkeypatc
     try:
         for name in "ab":
             made.add(name, files=False)
-        assert made.front.wait_ready(60), made.front.problems()
+        assert made.front.wait_ready(300), made.front.problems()
         assert made.text(PROMPTS[0], 8) == source.greedy(PROMPTS[0], 8)
     finally:
         made.front.close()
@@ -190,7 +190,6 @@ def test_little_memory_costs_time_and_no_token(source: RandomSource) -> None:
         def watched(*said: Any) -> None:
             nonlocal most
             work(*said)
-            assert worker._stage_model is not None
             most = max(most, sum(worker._stage_model.lengths().values()))
 
         worker._process = watched  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,14 @@ def wait_for_counted(world: ElasticWorld, rank: int, *, after: float, within_s: 
     wait_for_history(world, counted, what=f"a gradient of rank {rank}", within_s=within_s)
 
 
+def start_and_wait(world: ElasticWorld, rank: int) -> float:
+    """Start this worker, and wait for a step that counts its gradient; when it was started."""
+    started = time.time()
+    world.start(rank)
+    wait_for_counted(world, rank, after=started)
+    return started
+
+
 def longest_pause(lines: Lines, *, since: float = 0.0, until: float = float("inf")) -> float:
     """Between two committed steps that follow one another."""
     times = [line["time"] for line in commits(lines)]
@@ -86,7 +95,7 @@ def longest_pause(lines: Lines, *, since: float = 0.0, until: float = float("inf
 def bound(lines: Lines, seconds: float, *, steps: int) -> float:
     """How long something may take: `seconds`, or `steps` of this run where the machine is so slow that they take longer.
 
-    Held by `make test-all` alone, on a quiet machine. `tools/chaos.py` measures the same.
+    Held by `make test-all` alone, on a quiet machine. `tools/chaos` measures the same.
     """
     if os.environ.get("TEST_TIMES") != "1":
         return math.inf

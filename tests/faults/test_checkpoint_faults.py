@@ -25,7 +25,8 @@ import torch
 
 from smolcluster.durable_files import Files, OutputFile, atomic_write_text
 from smolcluster.engine.checkpoint.async_saver import Saver
-from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot, folder_name, verify
+from smolcluster.engine.checkpoint.snapshot import Snapshot, verify
+from smolcluster.engine.checkpoint.store import CheckpointStore, folder_name
 from smolcluster.errors import DamagedCheckpoint
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 
@@ -632,7 +633,6 @@ def test_damage_falls_back_to_the_previous_one_loudly(
             file.unlink(missing_ok=True)
         caplog.clear()
         loaded = two.load_latest()
-        assert loaded is not None
         assert loaded[0].name == "step-00000100"
         assert_same(loaded[1], snapshot_of(100))
         (record,) = caplog.records

@@ -9,7 +9,7 @@ import pytest
 from tests.equivalence.same_run import COMMON
 from tests.world import run_elastic_world, run_world
 
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 
 STEPS = 45  # fifteen intervals: a scale that only doubled would end at 2^31
 CONFIG = COMMON | {"training.steps": STEPS, "training.precision": "fp16"}

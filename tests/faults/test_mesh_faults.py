@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.network import Network, check_possible, hosts
+from benchmarks.network import Network
 from tests import tasks
 from tests.equivalence.same_run import COMMON, GPT, assert_same_run
+from tests.places import at_most, separate_hosts
 from tests.world import Tweak, World, run_world
 
-from smolcluster.errors import UserError
 from smolcluster.observe.events import Event, Failed, StepLogged
 
 SILENT_S = 2.0  # instead of half a minute
@@ -29,11 +29,7 @@ GLOBAL_BATCH = 4
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    try:
-        check_possible()
-    except UserError as error:
-        pytest.skip(str(error))
-    with hosts(3, rate=None) as network:
+    with separate_hosts(3) as network:
         yield network
 
 
@@ -88,36 +84,21 @@ def test_ranks_on_several_hosts_equal_one_process(
 # What is lost
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "allreduce"])
-def test_a_killed_rank_on_another_host_is_named(
-    network: Network, tmp_path: Path, strategy: str, slower: Callable[[], float]
-) -> None:
+@pytest.mark.parametrize(("strategy", "killed"), [("fsdp", 2), ("pipeline", 2), ("allreduce", 2), ("fsdp", 0)])
+def test_a_killed_rank_on_another_host_is_named(network: Network, tmp_path: Path, strategy: str, killed: int) -> None:
     """Every other rank has ended 5 s later: at once by what the backend says, else by the watch."""
-    story = Story(lambda processes: processes[2].kill())
+    story = Story(lambda processes: processes[killed].kill())
     world = run_world(3, tmp_path, ENDLESS, strategy=strategy, places=places(network, 3), on_event=story)
-    assert [rank.status for rank in world.ranks] == [1, 1, None]
-    for rank in (0, 1):
+    for rank in {0, 1, 2} - {killed}:
         failed = world.ranks[rank].failed
-        assert failed is not None
-        assert failed.kind == "peer"
-        assert "rank 2 on testhost is gone" in failed.message
-        assert story.fell[rank] < 5.0 * slower()
-
-
-def test_a_killed_rank_0_is_named(network: Network, tmp_path: Path, slower: Callable[[], float]) -> None:
-    story = Story(lambda processes: processes[0].kill())
-    world = run_world(3, tmp_path, ENDLESS, strategy="fsdp", places=places(network, 3), on_event=story)
-    for rank in (1, 2):
-        failed = world.ranks[rank].failed
-        assert failed is not None
-        assert "rank 0 on testhost is gone" in failed.message
-        assert story.fell[rank] < 5.0 * slower()
+        assert (failed.kind, world.ranks[rank].status) == ("peer", 1)
+        assert f"rank {killed} on testhost is gone" in failed.message
+        assert story.fell[rank] < at_most(5.0)
+    assert world.ranks[killed].status is None
 
 
 @pytest.mark.parametrize("cut", [0, 2])
-def test_a_host_that_is_cut_off_is_missed(
-    network: Network, tmp_path: Path, cut: int, slower: Callable[[], float]
-) -> None:
+def test_a_host_that_is_cut_off_is_missed(network: Network, tmp_path: Path, cut: int) -> None:
     """The link goes down and no connection closes: a backend would wait for ten minutes. With rank 0 goes the rendezvous."""
     story = Story(lambda _: network.cut(cut))
     try:
@@ -128,9 +109,8 @@ def test_a_host_that_is_cut_off_is_missed(
         network.mend(cut)
     for rank in {0, 1, 2} - {cut}:
         failed = world.ranks[rank].failed
-        assert failed is not None
         assert f"rank {cut} on testhost has been silent for 2 s" in failed.message
-        assert SILENT_S * 0.5 < story.fell[rank] < (SILENT_S + 6.0) * slower()
+        assert SILENT_S * 0.5 < story.fell[rank] < at_most(SILENT_S + 6.0)
     assert [rank.status for rank in world.ranks] == [None] * 3, "they were ended from outside the wait"
     assert world.ranks[cut].failed is not None, "and so was the one that was cut off"
 
@@ -138,8 +118,6 @@ def test_a_host_that_is_cut_off_is_missed(
 def test_a_rank_that_fails_tells_the_others_why(network: Network, tmp_path: Path) -> None:
     world = run_world(2, tmp_path, ENDLESS, task="FailingGPT", places=places(network, 2))
     first, second = (rank.failed for rank in world.ranks)
-    assert first is not None
-    assert second is not None
     assert (first.kind, second.kind) == ("peer", "error")
     assert "rank 1 on testhost failed: ValueError: the third batch is cursed" in first.message
 
@@ -151,7 +129,6 @@ def test_a_rank_that_never_comes_is_named(network: Network, tmp_path: Path) -> N
     world = run_world(3, tmp_path, CONFIG | {"cluster.join_timeout": 3}, places=places(network, 3), absent=[1])
     for rank in (0, 2):
         failed = world.ranks[rank].failed
-        assert failed is not None
         assert failed.kind == "user"
         assert f"rank 1 of 3 did not join at {network.address(0)}" in failed.message
         assert "within 3 s" in failed.message
@@ -165,7 +142,6 @@ def test_another_version_is_refused(network: Network, tmp_path: Path, module: st
     world = run_world(3, tmp_path, CONFIG, places=places(network, 3), tweaks={1: [(module, "__version__", version)]})
     assert [rank.status for rank in world.ranks] == [2, 2, 2]
     for rank in world.ranks:
-        assert rank.failed is not None
         assert f"has {package} {version.partition('+')[0]} and rank 0 on" in rank.failed.message
         assert "install the same version on every machine" in rank.failed.message
 
@@ -188,7 +164,6 @@ def test_nccl_where_a_rank_has_no_gpu_is_told_by_all(network: Network, tmp_path:
     world = run_world(3, tmp_path, CONFIG, backend="nccl", places=places(network, 3), tweaks=tweaks)
     assert [rank.status for rank in world.ranks] == [2, 2, 2]
     for rank in world.ranks:
-        assert rank.failed is not None
         assert rank.failed.message.startswith("rank 1 on ")
         assert "has no GPU that NCCL could use" in rank.failed.message
 
@@ -197,7 +172,6 @@ def test_ranks_of_another_world_are_told(network: Network, tmp_path: Path) -> No
     tweaks = {1: [("smolcluster.comm.mesh.rendezvous", "_must_match", tasks.another_size)]}
     world = run_world(3, tmp_path, CONFIG, places=places(network, 3), tweaks=tweaks)
     assert [rank.status for rank in world.ranks] == [2, 2, 2]
-    assert world.ranks[2].failed is not None
     assert "has world size 5 and rank 0 on" in world.ranks[2].failed.message
     assert "use the same --world-size on every machine" in world.ranks[2].failed.message
 

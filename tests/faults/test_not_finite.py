@@ -90,7 +90,6 @@ def test_many_skipped_steps_in_a_row_fail_the_run_and_say_why(tmp_path: Path) ->
     world = run_world(2, tmp_path, config, task="SpoiledTiny", strategy="allreduce", environ={"SPOIL": spoil})
     assert [rank.status for rank in world.ranks] == [1, 1]
     for rank in world.ranks:
-        assert rank.failed is not None
         assert "the gradients of the last 20 steps had NaN or infinite values" in rank.failed.message
     assert any("was skipped" in notice for notice in notices(world))
     assert not (tmp_path / "summary.json").exists() or "finished" not in (tmp_path / "summary.json").read_text()
@@ -102,7 +101,6 @@ def test_a_run_whose_weights_are_not_finite_is_not_finished(tmp_path: Path, stra
     world = run_world(size, tmp_path, COMMON | {"training.steps": 3}, task="EndsBroken", strategy=strategy)
     for rank in world.ranks:
         assert rank.status == 1
-        assert rank.failed is not None
         assert "ended at step 3 with NaN or infinite values in 0.weight" in rank.failed.message
     assert not (tmp_path / "summary.json").exists()
 

@@ -44,7 +44,7 @@ def run(kind: str, run_dir: Path, **world: Any) -> ElasticWorld:
     """The world, and whether the anchor was the same on all members after every round."""
     hashes = run_dir / "hashes"
     hashes.mkdir(parents=True)
-    environ = {"HASHES": str(hashes), "SLOW_UNTIL": str(run_dir / "done")}
+    environ = {"WEIGHTS": str(hashes), "SLOW_UNTIL": str(run_dir / "done")}
     ended = run_elastic_world(
         3, run_dir / "run", CONFIG | KINDS[kind], task="HashedTiny", strategy="diloco", environ=environ, **world
     )

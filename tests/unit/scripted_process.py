@@ -26,11 +26,10 @@ import sys
 import time
 from pathlib import Path
 
-from smolcluster.engine.spec import WorkerSpec
-from smolcluster.observe.events import Failed, Phase, RunFinished, RunStarted, StepLogged, to_json
+from tests.unit.samples import logged, started
 
-NUMBERS = ("loss", "lr", "grad_norm", "tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s")
-COUNTS = ("samples", "tokens", "bytes_sent", "bytes_received")
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.observe.events import Failed, Phase, RunFinished, to_json
 
 
 def main() -> None:
@@ -66,42 +65,13 @@ class Actor:
         print(to_json(event), flush=True)  # type: ignore[arg-type]
 
     def listen(self, _: str) -> None:
-        self.emit(
-            RunStarted(
-                rank=self.spec.rank,
-                role=self.spec.role,
-                host=self.spec.host,
-                run_dir=self.spec.run_dir,
-                task="gpt",
-                strategy="edp",
-                algorithm="EDP",
-                world_size=self.spec.world_size,
-                device="cpu",
-                parameters=1,
-                first_step=0,
-                steps=9,
-                batch_size=1,
-                global_batch=1,
-                learning_rate=1.0,
-                project_name="",
-                config={},
-            )
-        )
-        self.emit(Phase(rank=self.spec.rank, name="port", detail="4711"))
+        spec = self.spec
+        who = {"rank": spec.rank, "role": spec.role, "host": spec.host, "run_dir": spec.run_dir, "steps": 9}
+        self.emit(started(**who, world_size=spec.world_size))
+        self.emit(Phase(rank=spec.rank, name="port", detail="4711"))
 
     def row(self, step: str) -> None:
-        numbers = dict.fromkeys(NUMBERS, 1.0) | dict.fromkeys(COUNTS, 1)
-        self.emit(
-            StepLogged(
-                step=int(step),
-                rank=self.spec.rank,
-                role=self.spec.role,
-                host=self.spec.host,
-                time=time.time(),
-                staleness=0.0,
-                **numbers,  # type: ignore[arg-type]
-            )
-        )
+        self.emit(logged(int(step), self.spec.rank, role=self.spec.role, host=self.spec.host, time=time.time()))
 
     def note(self, name: str) -> None:
         (self.folder / name).touch()

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.engine.run_dir import RunDir
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.launch.local.processes import Child, spawn
 from smolcluster.observe.events import Event, Notice
 
 Script = dict[str, list[list[str]]]
@@ -49,3 +51,13 @@ def _command_line(pid: str) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def recorded(started: list[tuple[str, int, bool]]) -> Any:
+    """`spawn` that notes role, rank and whether it stands by."""
+
+    def spawned(spec: WorkerSpec, *arguments: Any, standby: bool, **options: Any) -> Child:
+        started.append((spec.role, spec.rank, standby))
+        return spawn(spec, *arguments, standby=standby, **options)
+
+    return spawned

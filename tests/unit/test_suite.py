@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tools.suite import MOST_AGAIN, arguments, judge, run_pytest
+from tools.suite import MAX_AGAIN, arguments, judge, run_pytest
 
 
 class Scripted:
@@ -33,7 +33,7 @@ def test_unstable_tests_alone_do_not_fail_the_run() -> None:
 
 
 def test_many_failures_are_not_run_again() -> None:
-    names = [f"a.py::test_{i}" for i in range(MOST_AGAIN + 1)]
+    names = [f"a.py::test_{i}" for i in range(MAX_AGAIN + 1)]
     assert judge(["a"], Scripted((1, names))).failed == names
 
 

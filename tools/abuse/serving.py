@@ -41,7 +41,8 @@ from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from smolcluster.config import dump, load_config
 from smolcluster.config.shape import shape_of
-from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot
+from smolcluster.engine.checkpoint.snapshot import Snapshot
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.models import GPT
 from smolcluster.models.registry import build

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smolcluster.cli import options
+from smolcluster.durable_files import write_private_text
+from smolcluster.errors import SmolclusterError, UserError
 
 if TYPE_CHECKING:
     from smolcluster.launch.batch.job import BatchJob
@@ -58,21 +62,32 @@ Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here. D
 
 
 def deliver(text: str, out: Path | None, *, private: bool = False) -> None:
-    """Write a job file, or print it without `out`."""
+    """Write a job file, or print it without `out`. `private`: readable by its owner only."""
     if out is None:
         typer.echo(text, nl=False)
         return
-    from smolcluster.launch.batch.submit import write
-
-    write(text, out, private=private)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if private:
+            write_private_text(out, text)
+        else:
+            out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from error
     note(f"written: {out}")
 
 
 def submit_with(command: list[str], *, where: str, text: str | None = None) -> None:
-    """Call the batch system and print its answer. `where`: the remedy if the program is not installed."""
-    from smolcluster.launch.batch.submit import call
-
-    typer.echo(call(command, where=where, text=text))
+    """Call the batch system and print its answer. `text`: its input; `where`: the remedy if it is not installed."""
+    if shutil.which(command[0]) is None:
+        raise UserError(
+            f"--submit: {command[0]} is not installed here; {where}, or remove --submit and copy the file there"
+        )
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        problem = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
+        raise SmolclusterError(f"{command[0]} failed: {problem}")
+    typer.echo(done.stdout.strip())
 
 
 def note(text: str) -> None:

@@ -17,8 +17,8 @@ from smolcluster.errors import UserError
 from smolcluster.observe.text import supports
 
 if TYPE_CHECKING:
+    from smolcluster.launch.scaling_report import Scaling
     from smolcluster.observe.events import Event
-    from smolcluster.observe.scaling import Scaling
 
 app = typer.Typer(
     no_args_is_help=False,
@@ -114,7 +114,7 @@ def _folder(out: Path | None) -> Path:
 def _report(result: Scaling, folder: Path) -> int:
     from rich.console import Console
 
-    from smolcluster.observe.scaling import chart, remarks
+    from smolcluster.launch.scaling_report import chart, remarks
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for line, style in chart(result, unicode=supports(sys.stdout, "█│")):

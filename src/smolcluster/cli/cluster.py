@@ -113,7 +113,7 @@ def accept(
 
 def _places(name: str | None, address: str | None) -> list[tuple[str, int]]:
     """Return the addresses at which the machine listens. One with several links announces all of them."""
-    from smolcluster.comm.elastic.transport.sockets import split_address
+    from smolcluster.comm.addresses import split_address
     from smolcluster.launch.join.discovery import find_offers
 
     if address is not None:
@@ -131,7 +131,7 @@ def _places(name: str | None, address: str | None) -> list[tuple[str, int]]:
 
 def _reached(places: list[tuple[str, int]]) -> socket.socket:
     """Connect to the first address that this machine can reach."""
-    from smolcluster.comm.elastic.transport.sockets import join_address
+    from smolcluster.comm.addresses import join_address
 
     failed = []
     for place in places:

@@ -49,7 +49,7 @@ def doctor(
 
 def parse_place(text: str) -> tuple[str, int]:
     """Parse `host` or `host:port`; an IPv6 address needs brackets before a port."""
-    from smolcluster.comm.elastic.transport.sockets import join_address, split_address
+    from smolcluster.comm.addresses import join_address, split_address
     from smolcluster.config.schema import ClusterConfig
 
     if text.count(":") == 1 or "]:" in text:

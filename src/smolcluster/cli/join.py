@@ -98,7 +98,6 @@ def describe_access(own: OwnerOptions, given: Mapping[str, Any]) -> str:
 
 
 def _listen(address: str | None) -> socket.socket:
-    """Listen for a cluster."""
     from smolcluster.launch.join.discovery import own_addresses
 
     try:
@@ -130,7 +129,6 @@ def _wait_for_pairing(listener: socket.socket, facts: dict[str, Any]) -> dict[st
 
 
 def _run_worker(name: str, given: PairingGrant, *, own: OwnerOptions, keep: bool) -> int:
-    """Run a worker of that cluster."""
     from smolcluster.cli.ending import leave_after
     from smolcluster.comm.elastic.transport.security import TokenEntry, token_file
     from smolcluster.launch.join.worker import run_joined

@@ -60,7 +60,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return 0
-    from smolcluster.observe.memory import show_memory
+    from smolcluster.planner.memory_table import show_memory
 
     show_memory(found)
     return 0

@@ -118,7 +118,7 @@ def rotate() -> None:
     typer.echo(f"  1. give the new token to every other machine: {SEND_TOKEN}")
     typer.echo("  2. wait for running runs to end, or restart them: a process keeps the tokens that it started with")
     typer.echo(f"  3. then, on every machine: smolcluster token revoke {_name(old[0])}")
-    typer.echo("Machines that share any token can connect, so nothing has to stop in between.")
+    typer.echo("Machines that share any token can still connect: no downtime is needed.")
     _print_notes()
 
 

@@ -1,4 +1,4 @@
-"""Properties of an address, and a plain TCP connection to it."""
+"""Addresses: their text, their properties, and a plain TCP connection to one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import errno
 import ipaddress
 import os
 import socket
+
+from smolcluster.errors import UserError
+
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # -> loopback
 
 
 def is_loopback(host: str) -> bool:
@@ -24,6 +28,27 @@ def is_address(host: str) -> bool:
         ipaddress.ip_address(host)
         return True
     return False
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def dial_address(bind: str, port: int) -> str:
+    """Return the address by which this machine reaches a server that listens on `bind`."""
+    return join_address(_WILDCARDS.get(bind, bind), port)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split `host:port` or `[v6]:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        valid = bool(host.encode("idna"))
+    except UnicodeError:  # a label is empty or too long
+        valid = False
+    if not valid or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UserError(f"'{address}' is not an address; write HOST:PORT, for example 192.168.1.10:5555")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def reach(host: str, port: int, *, within_s: float) -> socket.socket:
@@ -45,3 +70,15 @@ def refuse_itself(sock: socket.socket) -> None:
     """
     if sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+def own_host(address: str) -> str:
+    """Return the local address that routes to `address`; other machines of that network can reach it."""
+    host, port = split_address(address)
+    try:
+        family, kind, protocol, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as asked:
+            asked.connect(found)  # UDP: sends nothing, only chooses the route
+            return str(asked.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"no route from this machine to {address}: {error.strerror or error}") from error

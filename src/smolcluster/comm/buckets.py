@@ -249,7 +249,6 @@ class GradientBuckets:
         return [*flats[:-1], flats[-1][: -len(self._parts) - 1]]
 
     def _views_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Return the view of each parameter, in the order of the parameters."""
         views: list[Tensor | None] = [None] * len(self._parts)
         for flat, members in zip(flats, self._members, strict=True):
             offset = 0

@@ -35,11 +35,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from smolcluster.comm.buckets import assign_buckets
 from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
 from smolcluster.comm.codecs.feedback import Memory, tensors_of
-from smolcluster.comm.elastic.collectives.schedule import LEAST_PIECE_BYTES, MOST_PIECE_BYTES
+from smolcluster.comm.elastic.collectives.schedule import MAX_PIECE_BYTES, MIN_PIECE_BYTES
 from smolcluster.comm.group import Group, Work
 from smolcluster.comm.rounds import UnreadableContribution
 
@@ -72,12 +73,64 @@ class MessageLayout:
             raise CodecError(f"invalid head: weight {weight:g}, flags up to {max(flags, default=0)}")
         return weight, unreadable, [bool(flag) for flag in flags]
 
+    def heads(self, messages: Mapping[int, Tensor]) -> dict[int, tuple[float, list[bool]]]:
+        """Return weight and used tensors of each member's message. Raises UnreadableContribution for an invalid one."""
+        found: dict[int, tuple[float, list[bool]]] = {}
+        for place in sorted(messages):
+            try:
+                weight, _, used = self.read(messages[place])
+            except CodecError as error:
+                raise UnreadableContribution(place, f"its contribution cannot be decoded: {error}") from error
+            found[place] = weight, used
+        return found
+
+    def mean(
+        self,
+        index: int,
+        messages: Mapping[int, Tensor],
+        heads: Mapping[int, tuple[float, list[bool]]],
+        *,
+        senders: bool = False,
+    ) -> Tensor | None:
+        """Return the weighted mean of a tensor over the members, accumulated in rank order; None: no member used it.
+
+        `senders`: a number is averaged over the members that sent it, that is where it decodes to another number than 0.
+        """
+        shape, mean = self._packers[index].shapes[0], None
+        total, counted = sum(weight for weight, _ in heads.values()), torch.zeros(shape if senders else ())
+        for place, (weight, used) in heads.items():
+            if not used[index]:
+                continue
+            mean = torch.zeros(shape) if mean is None else mean
+            if weight:
+                try:
+                    tensor = self.decode(messages[place], index)
+                except CodecError as error:
+                    raise UnreadableContribution(place, f"its contribution cannot be decoded: {error}") from error
+                mean.add_(tensor, alpha=weight / total)
+                if senders:
+                    counted.add_(tensor != 0, alpha=weight / total)
+        return mean.div_(counted.where(counted > 0, 1.0)) if senders and mean is not None else mean
+
     def decode(self, data: Tensor, index: int) -> Tensor:
         """Decode one of the tensors."""
         packer, end = self._packers[index], self._ends[index]
         tensor = torch.empty(packer.shapes[0])
         packer.decode(data[end - packer.nbytes : end], [tensor], padded=True)
         return tensor
+
+
+def pretend(packer: Packer, tensor: Tensor, feedback: Feedback | None) -> None:
+    """Take the memory of error feedback, of fake tensors."""
+    if feedback is not None:
+        (name,) = packer.names
+        feedback.keep({name: feedback.add(name, tensor)})
+
+
+def of_names(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the saved error feedback (`kind/name`) of these parameters."""
+    mine = set(names)
+    return {key: tensor for key, tensor in tensors.items() if key.partition("/")[2] in mine}
 
 
 def buckets_of(sizes: Sequence[int], members: int) -> list[list[int]]:
@@ -88,8 +141,8 @@ def buckets_of(sizes: Sequence[int], members: int) -> list[list[int]]:
     """
     bucket_of, count = assign_buckets(
         [(torch.uint8, size) for size in sizes],
-        bucket_bytes=max(members * MOST_PIECE_BYTES, sum(sizes) // 64),
-        first_bucket_bytes=members * LEAST_PIECE_BYTES,
+        bucket_bytes=max(members * MAX_PIECE_BYTES, sum(sizes) // 64),
+        first_bucket_bytes=members * MIN_PIECE_BYTES,
     )
     return [[j for j, bucket in enumerate(bucket_of) if bucket == number] for number in range(count)]
 
@@ -111,11 +164,14 @@ class EncodedContribution:
 
 
 class Contributions:
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, codec: Codec, num_slots: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, codec: Codec, num_slots: int, decay: float = 1.0
+    ) -> None:
         self.parameters = list(parameters.values())
         self.packers = [Packer([(name, tuple(p.shape))], codec) for name, p in parameters.items()]
         self.names = list(parameters)
-        self._feedback, self._needs_feedback = Feedback(), codec.feedback
+        self._feedback, self._needs_feedback = Feedback(decay=decay), codec.feedback
+        self.fake = any(isinstance(p, FakeTensor) for p in self.parameters)  # a memory estimate: nothing to encode
         self._slots = [EncodedContribution(0) for _ in range(num_slots)]
         self._unclaimed: set[int] = set()  # in flight when the view was formed, not combined again yet
         self._current: int | None = None  # the slot whose last backward is running
@@ -201,8 +257,8 @@ class Contributions:
         """Return the random seed of a round, the same on all members: randk keeps the same indices of parts and sum."""
         return self._slots[slot].step * len(self.packers)
 
-    def mean(self, slot: int) -> tuple[float, dict[int, Tensor | None]]:
-        """Return the total weight, and the mean of each tensor that this member sums, accumulated in rank order.
+    def mean(self, slot: int, *, senders: bool = False) -> tuple[float, dict[int, Tensor | None]]:
+        """Return the total weight, and the mean of each tensor that this member sums (`MessageLayout.mean`).
 
         None: no member used it. Raises UnreadableContribution for one that cannot be decoded.
         """
@@ -212,45 +268,21 @@ class Contributions:
             if (layout := layouts.get(me)) is not None:
                 parts = {place: data for place, (data, _) in arrived.items()}
                 parts[me] = layout.write(part.weight, part.encoded)
-                total, of_bucket = self._mean(layout, parts)
+                heads = layout.heads(parts)
+                total = sum(of for of, _ in heads.values())
                 weight = max(weight, total)  # smaller only if a contribution broke, and then the round does not count
-                means |= of_bucket
+                row = enumerate(layout.row)
+                means |= {j: layout.mean(index, parts, heads, senders=senders) for index, j in row}
         return weight, means
 
-    def _mean(self, layout: MessageLayout, parts: Mapping[int, Tensor]) -> tuple[float, dict[int, Tensor | None]]:
-        """Return weight and means of one bucket, from the message of each member."""
-        heads: dict[int, tuple[float, list[bool]]] = {}
-        for place in sorted(parts):
-            try:
-                weight, _, used = layout.read(parts[place])
-            except CodecError as error:
-                raise UnreadableContribution(place, f"its contribution cannot be decoded: {error}") from error
-            heads[place] = weight, used
-        total = sum(weight for weight, _ in heads.values())
-        means: dict[int, Tensor | None] = {}
-        for index, j in enumerate(layout.row):
-            mean: Tensor | None = None
-            for place, (weight, used) in heads.items():
-                if not used[index]:
-                    continue
-                if mean is None:
-                    mean = torch.zeros(self.packers[j].shapes[0])
-                if weight:
-                    try:
-                        mean.add_(layout.decode(parts[place], index), alpha=weight / total)
-                    except CodecError as error:
-                        raise UnreadableContribution(place, f"its contribution cannot be decoded: {error}") from error
-            means[j] = mean
-        return total, means
-
-    def own_state(self) -> dict[str, Tensor]:
-        """Return the residual after the last committed round, without rounds in flight."""
-        flying = [part for part in self._slots if part.after is not None]
+    def own_state(self, *, flown: bool = False) -> dict[str, Tensor]:
+        """Return the residual after the last committed round; `flown`: with that of rounds in flight."""
+        flying = [] if flown else [part for part in self._slots if part.after is not None]
         first = min(flying, key=lambda part: part.step, default=None)
         return tensors_of(self._feedback.memories if first is None else first.before)
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
-        self._feedback.load_state_dict(tensors)
+        self._feedback.load_state_dict(of_names(self.names, tensors))
 
     def _on_gradient(self, j: int, parameter: Tensor) -> None:
         """Encode a final gradient, and send every complete bucket in order."""
@@ -272,8 +304,11 @@ class Contributions:
 
     def _encode(self, j: int, gradient: Tensor, *, key: int) -> tuple[Tensor, float]:
         packer, gradient = self.packers[j], gradient.detach().to("cpu", torch.float32) / self._scale
-        data = torch.zeros(packer.nbytes, dtype=torch.uint8)
-        packer.encode([gradient], data, key=key, feedback=self._feedback if self._needs_feedback else None)
+        data, feedback = torch.zeros(packer.nbytes, dtype=torch.uint8), self._feedback if self._needs_feedback else None
+        if self.fake:
+            pretend(packer, gradient, feedback)
+            return data, 0.0
+        packer.encode([gradient], data, key=key, feedback=feedback)
         packer.decode(data, [gradient], padded=True)
         return data, float(torch.linalg.vector_norm(gradient))
 

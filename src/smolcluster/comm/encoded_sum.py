@@ -1,4 +1,4 @@
-"""All-reduce of encoded gradients on the elastic plane.
+"""All-reduce of encoded gradients: on the elastic plane, and with a group of members that stay.
 
     every member     encodes its gradients, and sends each tensor's to the owner of that tensor       (`contributions.py`)
     the owner        decodes them, takes the mean in rank order, encodes it, and sends it to all others
@@ -11,6 +11,9 @@ while backward runs, means when all contributions to an owner's tensors have arr
 The owner has a residual for each mean. It becomes final when the round is committed: a round that is combined again in a
 new view is encoded again, against the residual of the last committed round. The residual of a tensor that changes its owner is
 dropped.
+
+With members that stay every round counts: what is sent is weighted to a mean already, and `own_state` has the residuals that
+rounds in flight leave. One number more is summed, of members that ask to stop.
 
 Decoding is bit-identical on all machines, except with powersgd, where machines of different kinds may differ in the last bits.
 """
@@ -26,7 +29,7 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import Codec, CodecError, Feedback
 from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
-from smolcluster.comm.contributions import Contributions, MessageLayout
+from smolcluster.comm.contributions import Contributions, MessageLayout, of_names, pretend
 from smolcluster.comm.elastic.collectives.schedule import piece_elements
 from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Group, Work
@@ -44,26 +47,47 @@ class Means:
     works: list[Work] = field(default_factory=list)
     announced: bool = False  # this member's means were sent
     residual: Mapping[str, Memory] = field(default_factory=dict)  # of this member's means
-    sums: list[Tensor | None] | None = None  # decoded, times their weight; None for a tensor that no member used
+    # Decoded, on the elastic plane times their weight; None for a tensor that no member used.
+    sums: list[Tensor | None] | None = None
+    stops: Tensor = field(default_factory=lambda: torch.zeros(1))  # members that ask to stop
 
 
 class EncodedSum(Combination):
     """Every member gets the whole sum of gradients, through the owner of each tensor."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, codec: Codec, deal: Deal, num_slots: int) -> None:
-        self._parts = Contributions(parameters, codec=codec, num_slots=num_slots)
-        self._codec, self._deal = codec, deal
-        self._feedback = Feedback()
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: Group | None = None,
+        *,
+        codec: Codec,
+        deal: Deal,
+        num_slots: int,
+        decay: float = 1.0,
+        senders: bool = False,
+    ) -> None:
+        """`group`: of members that stay; None: views name it. `decay`: of error feedback. `senders`: see MessageLayout.mean."""
+        self._parts = Contributions(parameters, codec=codec, num_slots=num_slots, decay=decay)
+        self._codec, self._deal, self._senders = codec, deal, senders
+        self._feedback = Feedback(decay=decay)
         self._settled: Mapping[str, Memory] = {}  # residual of this member's means after the last committed round
         self._slots = [Means() for _ in range(num_slots)]
+        self._fixed, self._stop = group is not None, False
+        self._flying: set[int] = set()  # slots of contributions whose result was not given yet
+        self._fake = self._parts.fake
+        if group is not None:
+            self._use(group, step=0)
 
     def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
-        self._group = group
-        self._rows, self._layouts = self._dealt(group.size)
-        self._parts.formed(group, self._rows, step=view.step)
+        self._use(group, step=view.step)
         mine = {self._parts.names[j] for j in self._rows[group.rank]}
         self._settled = {name: memory for name, memory in self._settled.items() if name in mine}
         self._feedback.memories = self._settled
+
+    def _use(self, group: Group, *, step: int) -> None:
+        self._group = group
+        self._rows, self._layouts = self._dealt(group.size)
+        self._parts.formed(group, self._rows, step=step)
 
     def _dealt(self, members: int) -> tuple[list[list[int]], list[MessageLayout]]:
         """Return the tensors of each owner, and the layout of its message."""
@@ -72,11 +96,17 @@ class EncodedSum(Combination):
         return rows, [MessageLayout(packers, row) for row in rows]
 
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
+        self._stop = stop
         self._parts.start(slot, weight=weight, scale=scale)
 
     def finish(self, slot: int) -> None:
         self._parts.finish(slot)
         self._expect(slot)
+        if self._fixed:
+            self._flying.add(slot)
+            means = self._slots[slot]
+            means.stops = torch.tensor([float(self._stop)], device=self._group.device)
+            means.works.append(self._group.all_reduce(means.stops))
 
     def again(self, slot: int, *, zero: bool) -> None:
         self._parts.again(slot, zero=zero)
@@ -98,6 +128,17 @@ class EncodedSum(Combination):
         if means.sums is None:
             means.sums = self._decode(means.messages, self._rows, self._layouts)
 
+    def stop_count(self, slot: int) -> Tensor:
+        return self._slots[slot].stops
+
+    def results(self, slot: int) -> list[Tensor | None]:
+        sums = self._slots[slot].sums
+        assert sums is not None
+        return sums
+
+    def put(self, slot: int, results: Sequence[Tensor | None]) -> None:
+        self._slots[slot] = Means(announced=True, residual=self._settled, sums=list(results))
+
     def norms(self, slot: int) -> tuple[float, float]:
         sums = self._slots[slot].sums
         assert sums is not None
@@ -111,6 +152,7 @@ class EncodedSum(Combination):
                 None if summed is None else summed.mul_(result.factor).to(parameter.device, parameter.dtype)
             )
         self._settled = means.residual
+        self._flying.discard(result.slot)
         self._parts.counted(result.slot)
         self._slots[result.slot] = Means()
 
@@ -126,7 +168,10 @@ class EncodedSum(Combination):
         self._slots[slot] = Means(sums=self._decode(shares, rows, layouts))
 
     def own_state(self) -> dict[str, Tensor]:
-        kinds = {PARTS: self._parts.own_state(), MEANS: tensors_of(self._settled)}
+        for slot in self._flying:
+            self.wait(slot)
+        means = self._feedback.memories if self._fixed else self._settled
+        kinds = {PARTS: self._parts.own_state(flown=self._fixed), MEANS: tensors_of(means)}
         return {
             f"{self._codec.name}/{kind}{name}": tensor for kind, own in kinds.items() for name, tensor in own.items()
         }
@@ -134,7 +179,7 @@ class EncodedSum(Combination):
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         mine = under(f"{self._codec.name}/", tensors)
         self._parts.load_own(under(PARTS, mine))
-        self._feedback.load_state_dict(under(MEANS, mine))
+        self._feedback.load_state_dict(of_names(self._parts.names, under(MEANS, mine)))
         self._settled = self._feedback.memories
 
     def _expect(self, slot: int) -> None:
@@ -155,7 +200,7 @@ class EncodedSum(Combination):
             return
         layout = self._layouts[me]
         try:
-            weight, tensors = self._parts.mean(slot)
+            weight, tensors = self._mean(slot)
         except UnreadableContribution as fault:
             # Sent to all members, so that every one can report it.
             means.messages[me] = layout.write(0.0, {}, unreadable=1 + fault.place)
@@ -168,11 +213,19 @@ class EncodedSum(Combination):
         for place in [*range(me + 1, self._group.size), *range(me)]:
             means.works.append(self._group.send(means.messages[me], to=place, tag=2 * slot + 1))
 
+    def _mean(self, slot: int) -> tuple[float, dict[int, Tensor | None]]:
+        if self._fake:
+            return 1.0, {j: torch.zeros(self._parts.packers[j].shapes[0]) for j in self._rows[self._group.rank]}
+        return self._parts.mean(slot, senders=self._senders)
+
     def _encode(self, j: int, mean: Tensor, *, key: int) -> Tensor:
-        packer = self._parts.packers[j]
+        packer, feedback = self._parts.packers[j], self._feedback if self._codec.feedback else None
         data = torch.zeros(packer.nbytes, dtype=torch.uint8)
+        if self._fake:
+            pretend(packer, mean, feedback)
+            return data
         try:
-            packer.encode([mean], data, key=key, feedback=self._feedback if self._codec.feedback else None)
+            packer.encode([mean], data, key=key, feedback=feedback)
         except CodecError:
             # Each contribution is within the codec's range, but the residual or rounding took the mean beyond it.
             limit = self._codec.limit
@@ -184,6 +237,8 @@ class EncodedSum(Combination):
     ) -> list[Tensor | None]:
         """Decode all means. Raises UnreadableContribution if an owner's message is invalid, or reports an invalid one."""
         sums: list[Tensor | None] = [None] * len(self._parts.packers)
+        if self._fake:
+            return [torch.zeros(packer.shapes[0]) for packer in self._parts.packers]
         for place, data in sorted(messages.items()):
             layout = layouts[place]
             try:
@@ -194,7 +249,7 @@ class EncodedSum(Combination):
                     raise UnreadableContribution(unreadable - 1, "its contribution cannot be decoded")
                 for index, j in enumerate(layout.row):
                     if used[index]:
-                        sums[j] = layout.decode(data, index).mul_(weight)
+                        sums[j] = layout.decode(data, index).mul_(1.0 if self._fixed else weight)
             except CodecError as error:
                 raise UnreadableContribution(place, f"its means cannot be decoded: {error}") from error
         return sums

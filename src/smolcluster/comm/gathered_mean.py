@@ -8,6 +8,7 @@ A sum in a ring would have to be encoded again at every hop. For local steps, wh
 one message of each member in a round, and one round at a time. Where it may stay under way, a checkpoint has its mean.
 
 Bytes per round and member, sent and received each, for S encoded bytes on N members:   (N-1) S
+So it is for few members: with more than `MOST_GATHERED` the mean is encoded again (`encoded_sum.py`).
 
 With `senders` a number is averaged over the members that sent it, that is where it decodes to another number than 0; else over
 all, where one that was not sent counts as 0.
@@ -28,10 +29,12 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
 from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
-from smolcluster.comm.contributions import MessageLayout
+from smolcluster.comm.contributions import MessageLayout, of_names, pretend
 from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Done, Group, Work
-from smolcluster.comm.rounds import Combination, Committed, UnreadableContribution
+from smolcluster.comm.rounds import Combination, Committed
+
+MOST_GATHERED = 8  # members
 
 
 class GatheredMean(Combination):
@@ -131,19 +134,19 @@ class GatheredMean(Combination):
         return {f"{self._codec.name}/{name}": tensor for name, tensor in tensors_of(self._feedback.memories).items()}
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
-        saved, mine = under(f"{self._codec.name}/", tensors), {packer.names[0] for packer in self._packers}
-        self._feedback.load_state_dict({key: t for key, t in saved.items() if key.partition("/")[2] in mine})
+        names = [packer.names[0] for packer in self._packers]
+        self._feedback.load_state_dict(of_names(names, under(f"{self._codec.name}/", tensors)))
         self._settled = self._feedback.memories
 
     def _encode(self, j: int, tensor: Tensor) -> Tensor:
-        packer = self._packers[j]
+        packer, feedback = self._packers[j], self._feedback if self._codec.feedback else None
         data = torch.zeros(packer.nbytes, dtype=torch.uint8)
-        if not self._fake:
-            packer.encode([tensor], data, key=j, feedback=self._feedback if self._codec.feedback else None)
+        if self._fake:
+            pretend(packer, tensor, feedback)
+        else:
+            packer.encode([tensor], data, key=j, feedback=feedback)
             # As the others get it, so that they can tell an absurd one.
             self._norm = math.hypot(self._norm, self._weight * float(torch.linalg.vector_norm(self._decode(data, j))))
-        elif self._codec.feedback:
-            self._feedback.keep({self._packers[j].names[0]: self._feedback.add(packer.names[0], tensor)})
         return data
 
     def _decode(self, data: Tensor, j: int) -> Tensor:
@@ -164,31 +167,7 @@ class GatheredMean(Combination):
         """The weight of all messages, and the mean of each tensor; None of one that nobody used."""
         if self._fake:
             return 1.0, [torch.zeros(packer.shapes[0]) for packer in self._packers]
-        heads = [self._read(place, message) for place, message in enumerate(messages)]
-        total = sum(weight for weight, _ in heads)
-        means: list[Tensor | None] = []
-        for j, packer in enumerate(self._packers):
-            shape, mean = packer.shapes[0], None
-            counted = torch.zeros(shape if self._senders else ())
-            for place, (weight, used) in enumerate(heads):
-                if not used[j] or not weight:
-                    continue
-                try:
-                    tensor = self._layout.decode(messages[place], j)
-                except CodecError as error:
-                    raise UnreadableContribution(place, f"its part cannot be read: {error}") from error
-                mean = torch.zeros(shape) if mean is None else mean
-                mean.add_(tensor, alpha=weight / total)
-                if self._senders:
-                    counted.add_(tensor != 0, alpha=weight / total)
-            if self._senders and mean is not None:
-                mean.div_(counted.where(counted > 0, 1.0))
-            means.append(mean)
-        return total, means
-
-    def _read(self, place: int, message: Tensor) -> tuple[float, list[bool]]:
-        try:
-            weight, _, used = self._layout.read(message)
-        except CodecError as error:
-            raise UnreadableContribution(place, f"its part cannot be read: {error}") from error
-        return weight, used
+        by_place = dict(enumerate(messages))
+        heads = self._layout.heads(by_place)
+        means = [self._layout.mean(j, by_place, heads, senders=self._senders) for j in range(len(self._packers))]
+        return sum(weight for weight, _ in heads.values()), means

@@ -52,9 +52,11 @@ class Contribution:
     said_loss: float = 0.0  # the same value, on the host
     loss_factor: float = 1.0  # so that the mean over samples is the loss of the global batch
     compute_s: float = 0.0  # compute time, also while it was being sent
+    local: Mapping[str, Any] | None = None  # what a strategy reports of its local steps, for the coordinator
     epoch: int = -1  # of the view it is combined in
     reported: bool = False
     again: bool = False  # to be combined again, as soon as no earlier round uses its memory
+    left_out: bool = False  # then without this member's part
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,7 @@ class Rounds(ABC):
     """This member's rounds, oldest first."""
 
     stop = False  # all members stop after this step
+    clip: tuple[float, float] | None = None  # a contribution whose norm exceeds the second is scaled to the first
 
     def __init__(self, combination: Combination, *, num_slots: int, local_steps: int = 1) -> None:
         self.combination, self.num_slots, self.local_steps = combination, num_slots, local_steps

@@ -1,10 +1,12 @@
-"""Divide a batch so that machines of different speed finish at the same time."""
+"""Divide work so that machines of different speed finish at the same time: the samples of a batch, or the steps of a round."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 SMOOTHING = 0.3  # weight of the newest measurement
+ALIKE = 1.25  # machines within this factor of the usual one are alike: measurements vary
+MOST = 16  # times the usual steps; of 30 that is 480, about the longest rounds of the DiLoCo paper
 
 
 def share_out(total: int, speeds: Sequence[float], fixed_s: Sequence[float] = (), *, unit: int = 1) -> list[int]:
@@ -27,6 +29,13 @@ def share_out(total: int, speeds: Sequence[float], fixed_s: Sequence[float] = ()
     for i in rest[: free - sum(shares)]:
         shares[i] += 1
     return [(share + 1) * unit for share in shares]
+
+
+def steps_in_time(steps: int, *, usual_s: float, own_s: float) -> int:
+    """Return how many steps a machine takes while the usual one takes `steps`; `own_s`, `usual_s`: seconds per step."""
+    if steps == 1 or max(own_s, usual_s) <= ALIKE * min(own_s, usual_s):
+        return steps
+    return max(1, min(MOST * steps, round(steps * usual_s / own_s)))
 
 
 def smoothed(before: float, now: float) -> float:

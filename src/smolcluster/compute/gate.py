@@ -5,6 +5,8 @@ refused, reported to its sender and counted. After several such large gradients 
 training has changed, not a machine.
 
 When no gradient of a step counts TRIES times in a row, the run ends with the reason.
+
+Contributions of local steps are clipped before that: see `UsualNorm`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterable
 
 from smolcluster.errors import SmolclusterError
 
@@ -20,6 +23,7 @@ ENOUGH = 5
 STUBBORN = 8  # refusals in a row before large norms are accepted
 TRIES = 20  # attempts in a row at a step of which no gradient counted
 PATIENCE = 5  # refusals of one member in a row, while gradients of others count: not its samples are the cause
+FIRST_ROUNDS = 4  # are not clipped
 
 
 class GradientGate:
@@ -77,3 +81,34 @@ class GradientGate:
         self._members.pop(instance, None)
         self.last_refusal = ""
         self._accepted.append(norm)
+
+
+class UsualNorm:
+    """The usual norm of a pseudo-gradient, and the bound beyond which one is clipped to the usual norm.
+
+        usual  <- the median over recent rounds and all members       MAD <- the median of |norm - usual|
+        bound  <- the larger of 6 usual and usual + 10 MAD
+
+    Members take unlike numbers of steps, so norms are compared per square root of steps: that is how far a random walk gets;
+    16 times as many steps in one direction get 4 times as far, still below the bound. Norms beyond the bound are remembered as
+    the bound: a minority of outliers does not move the median, and when the norms of most members have grown it follows.
+    """
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=HISTORY)
+        self._rounds = 0
+
+    def bounds(self, steps: int) -> tuple[float, float] | None:
+        """Return the usual norm after so many steps, and the bound; None in the first rounds."""
+        if self._rounds < FIRST_ROUNDS or len(self._norms) < ENOUGH:
+            return None
+        usual = statistics.median_low(self._norms)
+        deviation = statistics.median_low(abs(norm - usual) for norm in self._norms)
+        bound, root = max(6 * usual, usual + 10 * deviation), math.sqrt(steps)
+        return (usual * root, bound * root) if usual > 0 else None
+
+    def committed(self, norms: Iterable[tuple[float, int]]) -> None:
+        """Remember the norms of a round's contributions before clipping, each with its number of steps."""
+        _, bound = self.bounds(1) or (0.0, math.inf)
+        self._norms.extend(min(norm / math.sqrt(steps), bound) for norm, steps in norms)
+        self._rounds += 1

@@ -33,7 +33,7 @@ DEEP = 24  # layers from which on compiling by region is as fast as compiling th
 
 Loss = Callable[[nn.Module, Any], Tensor]
 SKIPS_ON = "cuda"  # device on which steps are skipped without waiting
-MOST_SKIPPED = 20  # steps in a row whose gradients were not finite, before a run fails
+MAX_SKIPPED = 20  # steps in a row whose gradients were not finite, before a run fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Replica:
 
     def check_progress(self) -> None:
         """Raise when many steps in a row were skipped. Synchronizes a GPU."""
-        if not self.led and int(self._in_row) >= MOST_SKIPPED:
+        if not self.led and int(self._in_row) >= MAX_SKIPPED:
             raise SmolclusterError(
                 f"the gradients of the last {int(self._in_row)} steps had NaN or infinite values, and were not applied; "
                 "check the data, or lower training.learning_rate"

@@ -168,22 +168,22 @@ def _links(cluster: ClusterConfig) -> Iterator[Conflict]:
 
 
 def _codec(config: Config) -> Iterator[Conflict]:
-    said = config.strategy.given()
-    if said.get("use_quantization") and (codec := said.get("codec")) not in (None, "int8"):
+    given = config.strategy.given()
+    if given.get("use_quantization") and (codec := given.get("codec")) not in (None, "int8"):
         text = f"strategy.codec = '{codec}': use_quantization: true means int8; leave one of them out"
         yield Conflict((("strategy", "codec"), ("strategy", "use_quantization")), text)
 
 
 def _options(config: Config) -> Iterator[Conflict]:
     """Validate the strategy's own options, without importing its code."""
-    record, said = find_record(config.strategy.name), config.strategy.given()
+    record, given = find_record(config.strategy.name), config.strategy.given()
     made = None if record is None else record.options_on(config.cluster.plane or record.planes[0])
     if made is None:
         return
     try:
-        made(**{key: value for key, value in said.items() if key in made.model_fields})
+        made(**{key: value for key, value in given.items() if key in made.model_fields})
     except ValidationError as error:
         why = {str((*part["loc"], "name")[0]): part["msg"] for part in reversed(error.errors())}
         for key, text in why.items():
             paths: tuple[KeyPath, ...] = (("strategy", key), ("strategy", "options", key))  # either may be written
-            yield Conflict(paths, f"strategy.{key} = {show(said.get(key, config.strategy.name))}: {text}")
+            yield Conflict(paths, f"strategy.{key} = {show(given.get(key, config.strategy.name))}: {text}")

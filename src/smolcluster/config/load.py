@@ -190,9 +190,9 @@ def _below_options(merged: ConfigNode, own: Collection[str]) -> tuple[ConfigNode
     beside = {key: child for key, child in strategy.children() if key in own}
     twice = [(n, below[key]) for key, n in beside.items() if key in below and n.place.order == below[key].place.order]
     inside = dict(sorted([*beside.items(), *below.items()], key=lambda item: item[1].place.order))
-    said = {key: child for key, child in inside.items() if child.value is not None}
+    given = {key: child for key, child in inside.items() if child.value is not None}
     rest = {key: child for key, child in strategy.children() if key not in beside}
-    rest["options"] = ConfigNode(said, strategy.place, "strategy.options")
+    rest["options"] = ConfigNode(given, strategy.place, "strategy.options")
     merged = ConfigNode(merged.value | {"strategy": ConfigNode(rest, strategy.place, strategy.name)}, merged.place)
     return merged, [Problem(n.place, f"{n.name}: given twice, here and as {o.name} at {o.place}") for n, o in twice]
 
@@ -249,8 +249,8 @@ def _validate(known: ConfigNode) -> tuple[Config | None, list[Problem]]:
 def _strange_key(node: ConfigNode, path: KeyPath) -> Problem:
     """Report an unknown key of a mapping inside a section."""
     key = path[-1]
-    said = f"{node.name} = {show(node.plain())}: unknown key; {suggest(str(key), keys_at(path[:-1]))}"
-    return Problem(node.place, said)
+    text = f"{node.name} = {show(node.plain())}: unknown key; {suggest(str(key), keys_at(path[:-1]))}"
+    return Problem(node.place, text)
 
 
 def _bad_value(node: ConfigNode, path: KeyPath) -> Problem:

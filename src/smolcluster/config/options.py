@@ -5,6 +5,7 @@ The section is made from these classes (`config/strategies.py`), so the type of 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -26,11 +27,20 @@ class Options(BaseModel):
     only_elastic: ClassVar[frozenset[str]] = frozenset()  # options without effect on the mesh plane
     only_mesh: ClassVar[frozenset[str]] = frozenset()  # and on the elastic plane
 
+    @property
+    def picks_preset(self) -> bool:
+        """Whether `preset` is picked by the measured link between machines when a run begins."""
+        return False
+
     @classmethod
     def on(cls, plane: str | None) -> Mapping[str, FieldInfo]:
         """Return the options that have an effect on this plane; None: on any."""
         unused = {"mesh": cls.only_elastic, "elastic": cls.only_mesh}.get(plane or "", frozenset())
         return {key: field for key, field in cls.model_fields.items() if key not in unused}
+
+    def without_effect(self) -> frozenset[str]:
+        """Return the options that have no effect beside the values of others."""
+        return frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,14 @@ class Written:
     """In the type of an option: the type in a configuration file, where that allows more."""
 
     type: Any
+
+
+_CODECS_WITH: Mapping[str, frozenset[str]] = {
+    "codec_fraction": frozenset({"topk", "randk"}),
+    "codec_rank": frozenset({"powersgd"}),
+    "codec_k": frozenset({"blocktopk"}),
+    "codec_bits": frozenset({"blocktopk"}),
+}
 
 
 class CodecOptions(Options):
@@ -55,6 +73,15 @@ class CodecOptions(Options):
         2, description="blocktopk: bits of a number that is sent; 0: bf16"
     )
     use_quantization: bool = Field(False, description="8-bit gradients; the same as codec: int8")
+
+    @property
+    def chosen(self) -> str:
+        """Return the name of the codec in use."""
+        return "int8" if self.use_quantization else self.codec
+
+    def without_effect(self) -> frozenset[str]:
+        unused = {key for key, codecs in _CODECS_WITH.items() if self.chosen not in codecs}
+        return super().without_effect() | unused
 
 
 class ExchangeOptions(CodecOptions):
@@ -86,12 +113,18 @@ class RoundOptions(ExchangeOptions):
     """Of strategies with local steps between exchanges."""
 
     @property
+    @abstractmethod
     def steps_per_round(self) -> int:
-        raise NotImplementedError
+        """Return how many local steps a worker does between two exchanges of the whole model."""
 
     @property
     def streaming(self) -> Streaming:
         return Streaming()
+
+    @property
+    def equal_time(self) -> bool:
+        """Whether the workers of a round take as many steps as each has time for, instead of equally many."""
+        return False
 
 
 class LocalStepOptions(RoundOptions):
@@ -105,9 +138,20 @@ class LocalStepOptions(RoundOptions):
 # Options that are set override them.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "lan": {"codec": "int4", "outer_lr": 0.7, "outer_momentum": 0.9},
-    "wan": {"codec": "blocktopk", "codec_bits": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "wan": {
+        "codec": "blocktopk",
+        "codec_bits": 2,
+        "codec_k": 128,
+        "inner_steps": 15,
+        "outer_lr": 0.9,
+        "outer_momentum": 0.5,
+    },
 }
 _OF_OTHER_CODECS = frozenset({"codec_fraction", "codec_rank"})
+_IN_PLACE_OF_A_PRESET = frozenset({"preset", *CodecOptions.model_fields, "outer_lr", "outer_momentum", "nesterov"})
+
+
+INNER_STEPS = 30
 
 
 class DiLoCoOptions(RoundOptions):
@@ -115,10 +159,14 @@ class DiLoCoOptions(RoundOptions):
     only_mesh = _OF_OTHER_CODECS
     preset: Annotated[Literal["lan", "wan"], Lower] | None = Field(
         None,
-        description="lan: codec int4, outer Nesterov; wan: codec blocktopk with 2 bits, plain outer SGD of rate 1; "
-        "other options override it",
+        description="lan: codec int4; wan: codec blocktopk with 2 bits, codec_k 128, inner_steps 15, outer_lr 0.9, "
+        "outer_momentum 0.5; other options override it; null, without codec and outer options: picked by the measured link",
     )
-    inner_steps: Count = Field(30, description="local steps of a worker between two exchanges")
+    inner_steps: Count | Auto = Field(
+        INNER_STEPS,
+        description="local steps of a worker between two exchanges; auto (elastic plane): 30 for the usual machine, and for "
+        "others as many as take as long",
+    )
     outer_lr: Positive = Field(0.7, description="learning rate of the outer optimizer")
     outer_momentum: BelowOne = Field(0.9, description="momentum of the outer optimizer; 0: plain SGD")
     nesterov: bool = Field(True, description="Nesterov momentum in the outer optimizer")
@@ -146,6 +194,10 @@ class DiLoCoOptions(RoundOptions):
         preset = given.get("preset") if isinstance(given, dict) else None
         return {**PRESETS.get(preset.lower(), {}), **given} if isinstance(preset, str) else given
 
+    @property
+    def picks_preset(self) -> bool:
+        return not self.model_fields_set & _IN_PLACE_OF_A_PRESET
+
     @field_validator("codec")
     @classmethod
     def _codec(cls, codec: str) -> str:
@@ -156,33 +208,46 @@ class DiLoCoOptions(RoundOptions):
 
     @model_validator(mode="after")
     def _streaming(self) -> Self:
-        if self.inner_steps % self.fragments:
-            raise ValueError(
-                f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {self.inner_steps}"
-            )
+        steps = self.steps_per_round
+        if steps % self.fragments:
+            raise ValueError(f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {steps}")
         if self.eager and self.mixing is not None:
             raise ValueError("strategy.mixing has no effect with strategy.eager; leave out one of them")
-        if self.eager and self.overlap not in (0, self.inner_steps):
+        if self.eager and self.overlap not in (0, steps):
             raise ValueError(
-                f"strategy.overlap is {self.overlap}; with strategy.eager it is strategy.inner_steps, {self.inner_steps}: "
-                "leave it out"
+                f"strategy.overlap is {self.overlap}; with strategy.eager it is strategy.inner_steps, {steps}: leave it out"
             )
-        if self.overlap >= self.inner_steps and not self.eager:
+        if self.overlap >= steps and not self.eager:
+            raise ValueError(f"strategy.overlap is {self.overlap}; it must be less than strategy.inner_steps, {steps}")
+        if (self.overlap or self.eager) and self.equal_time:
             raise ValueError(
-                f"strategy.overlap is {self.overlap}; it must be less than strategy.inner_steps, {self.inner_steps}"
+                f"strategy.{'eager' if self.eager else 'overlap'} counts steps that are equally long on no two machines with "
+                f"strategy.inner_steps auto; set inner_steps to a number, such as {INNER_STEPS}"
             )
         return self
 
     @property
+    def equal_time(self) -> bool:
+        return self.inner_steps == "auto"
+
+    @property
     def streaming(self) -> Streaming:
         if self.eager:
-            return Streaming(self.fragments, self.inner_steps, 0.0, eager=True)
+            return Streaming(self.fragments, self.steps_per_round, 0.0, eager=True)
         mixing = (0.5 if self.overlap else 1.0) if self.mixing is None else self.mixing
         return Streaming(self.fragments, self.overlap, mixing)
 
     @property
     def steps_per_round(self) -> int:
-        return self.inner_steps
+        return INNER_STEPS if self.inner_steps == "auto" else self.inner_steps
+
+    def without_effect(self) -> frozenset[str]:
+        unused = {
+            "average": self.chosen != "blocktopk",
+            "feedback_decay": self.chosen == "fp32",
+            "nesterov": self.outer_momentum == 0,
+        }
+        return super().without_effect() | {key for key, is_unused in unused.items() if is_unused}
 
 
 class AllReduceOptions(ExchangeOptions):

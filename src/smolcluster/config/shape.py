@@ -22,8 +22,8 @@ def shape_of(model: ModelConfig, *, vocab_size: int) -> DecoderConfig:
         if key not in own:
             known = f"its own are {', '.join(sorted(own))}" if own else "it has none of its own"
             raise ValueError(f"a {model.type} has no options.{key}: {known}")
-    said = {key: getattr(model, key) for key in _KEYS & fields.keys()} | model.options
-    return kind(vocab_size=vocab_size, **{key: value for key, value in said.items() if value is not None})
+    given = {key: getattr(model, key) for key in _KEYS & fields.keys()} | model.options
+    return kind(vocab_size=vocab_size, **{key: value for key, value in given.items() if value is not None})
 
 
 def section_of(shape: DecoderConfig) -> ModelConfig:

@@ -317,10 +317,10 @@ def written(field: FieldInfo) -> Any:
 
 def describe_option(takers: Iterable[StrategyOption]) -> str:
     """Format as `allreduce, fsdp: meaning. edp: meaning`."""
-    said: dict[str, list[str]] = {}
+    takers_by_text: dict[str, list[str]] = {}
     for option in takers:
-        said.setdefault(option.field.description or "", []).append(option.taker)
-    return ". ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
+        takers_by_text.setdefault(option.field.description or "", []).append(option.taker)
+    return ". ".join(f"{', '.join(names)}: {text}" for text, names in takers_by_text.items())
 
 
 # Packages
@@ -349,11 +349,11 @@ def _load(entry: EntryPoint) -> Record:
         if found.name != entry.name:
             raise UserError(f"strategy {entry.name}: the record at {entry.value} is of '{found.name}'; use one name")
         return found
-    said = (found.__doc__ or "").strip().splitlines()
+    lines = (found.__doc__ or "").strip().splitlines()
     return Record(
         name=entry.name,
         algorithm=found.__name__,
-        summary=said[0] if said else entry.value,
+        summary=lines[0] if lines else entry.value,
         where={"mesh": entry.value},
         options=getattr(found, "Config", None),
     )

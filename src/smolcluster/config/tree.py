@@ -16,7 +16,7 @@ import yaml
 
 KeyPath = tuple[str | int, ...]
 
-MOST_NODES = 100_000  # of one document
+MAX_NODES = 100_000  # of one document
 
 
 class Location(NamedTuple):
@@ -150,8 +150,8 @@ def parse(text: str, *, place: Location, name: str = "") -> tuple[ConfigNode, li
     problems: list[Problem] = []
     if root is None:
         return ConfigNode(None, place, name), problems
-    if _count(root) > MOST_NODES:
-        return ConfigNode(None, place, name), [Problem(place, f"more than {MOST_NODES} values, aliases filled in")]
+    if _count(root) > MAX_NODES:
+        return ConfigNode(None, place, name), [Problem(place, f"more than {MAX_NODES} values, aliases filled in")]
     return _build(root, place=place, name=name, problems=problems, above=frozenset()), problems
 
 

@@ -18,13 +18,9 @@ def lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
-
-
 Number = BeforeValidator(_not_a_flag)
 Lower = BeforeValidator(lower)
-Upper = BeforeValidator(_upper)
+Upper = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
 
 Count = Annotated[int, Field(ge=1), Number]
 Natural = Annotated[int, Field(ge=0), Number]

@@ -22,7 +22,7 @@ from smolcluster.dashboard.app import make_app, needed
 from smolcluster.dashboard.hub import Hub
 from smolcluster.dashboard.runs import RunFolder
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.local.processes import NEW_GROUP
+from smolcluster.launch.local.processes import NEW_GROUP, end_by_closing
 from smolcluster.web import server as web
 from smolcluster.web.connections import HttpLimits
 from smolcluster.web.guard import choose_token
@@ -150,14 +150,5 @@ def start_in_background(
 
 def _end_background() -> None:
     """Close the standard input of each child, which then sends its viewers the last changes and exits."""
-    for process in _background:
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-        try:
-            process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    end_by_closing(_background, within_s=LEAVE_S)
     _background.clear()

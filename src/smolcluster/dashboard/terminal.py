@@ -131,7 +131,6 @@ def _numbers(snapshot: dict[str, Any], width: int) -> str:
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
-    """Return the cells of one row, by column."""
     facts, total = row["facts"], row["step_time_s"]
 
     def share(name: str) -> str:
@@ -204,7 +203,6 @@ def _line(text: str, style: str = "") -> Text:
 
 
 def print_once(reader: RunReader, console: Console) -> None:
-    """Print one frame."""
     reader.local_facts = describe_machine(ask_nvidia=True)
     reader.poll_to_the_end()
     unicode = encodable("⣿●┤└─━╸", console.file) == "⣿●┤└─━╸"

@@ -8,13 +8,8 @@
     tokenizers.py  bytes, characters, GPT-2's and Hugging Face's tokens
     mnist.py       handwritten digits
     cache.py       token files on disk, built once
-    file_lock.py   one process works while the others wait
     download.py    checksummed downloads
     names.py       the values of `data.name`
 
 Importing this package imports no torch.
 """
-
-from smolcluster.data.names import DATASETS, default_tokenizer
-
-__all__ = ["DATASETS", "default_tokenizer"]

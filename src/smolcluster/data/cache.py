@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from smolcluster.data.file_lock import run_once
 from smolcluster.durable_files import replacing
 from smolcluster.errors import UserError
+from smolcluster.locks import run_once
 
 FORMAT_VERSION = 1
 HEAD_BYTES = 65536

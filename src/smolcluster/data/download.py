@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smolcluster.data.cache import Progress, remove_abandoned
-from smolcluster.data.file_lock import run_once
 from smolcluster.durable_files import replacing
 from smolcluster.errors import UserError
+from smolcluster.locks import run_once
 
 BLOCK_BYTES = 256 * 1024
 MAX_BYTES = 2 * 1024**3

@@ -94,6 +94,20 @@ class Leases:
             raise ValueError(f"'{holder}' has no lease for step {step}: it was settled or given back before")
         return self._take(holder, step)
 
+    def shorten(self, holder: str, step: int, count: int) -> list[Range]:
+        """Keep the first `count` samples of a lease, in its order. Return the others, to be granted again."""
+        ranges = self._take(holder, step)
+        kept, rest = [], []
+        for part in ranges:
+            here = min(part.count, max(0, count))
+            count -= here
+            kept.append(Range(part.start, here))
+            rest.append(Range(part.start + here, part.count - here))
+        self._held.setdefault(holder, {})[step] = [part for part in kept if part.count]
+        self._returned = _joined([*self._returned, *rest])
+        self._fold()
+        return _joined(rest)
+
     def give_back(self, holder: str, step: int | None = None) -> list[Range]:
         """Return the samples of this lease (None: of all leases of the holder) to be granted again."""
         held = self._held.get(holder, {})

@@ -85,7 +85,6 @@ def _locate(name: str, folder: Path, *, config: DataConfig, progress: Progress |
 
 
 def read_idx(path: Path, *, ndim: int) -> npt.NDArray[np.uint8]:
-    """Read an IDX file of bytes as an array."""
     data, whole = _read_bytes(path)
     header_bytes = 4 + 4 * ndim
     magic = bytes((0, 0, UNSIGNED_BYTE, ndim))

@@ -52,17 +52,17 @@ class SignalChannel:
 
     def __init__(self) -> None:
         self._stop = False
-        self._ears, mouth = socket.socketpair()
-        mouth.setblocking(False)
-        self._mouth = mouth  # keep open while the process lives
-        signal.set_wakeup_fd(mouth.fileno())
+        self._wakeup_reader, wakeup_writer = socket.socketpair()
+        wakeup_writer.setblocking(False)
+        self._wakeup_writer = wakeup_writer  # keep open while the process lives
+        signal.set_wakeup_fd(wakeup_writer.fileno())
         self._numbers, self._shown = stop_signals(), terminals()
         for number in self._numbers:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._listen, daemon=True, name="signal-channel").start()
 
     def _listen(self) -> None:
-        while number := self._ears.recv(1):
+        while number := self._wakeup_reader.recv(1):
             if number[0] not in self._numbers:
                 continue
             if number[0] == HANGUP:
@@ -70,12 +70,12 @@ class SignalChannel:
             if self._stop:
                 os._exit(130)
             self._stop = True
-            self._ears.settimeout(SIGNALS_TOGETHER_S)
+            self._wakeup_reader.settimeout(SIGNALS_TOGETHER_S)
             with contextlib.suppress(TimeoutError):
-                while self._ears.recv(1):  # signals that count as the same one
+                while self._wakeup_reader.recv(1):  # signals that count as the same one
                     pass
-            self._ears.settimeout(None)
-            log.warning("stopping after this step and saving; once more to stop at once")
+            self._wakeup_reader.settimeout(None)
+            log.warning("stopping after this step and saving; press Ctrl-C again to exit at once")
 
     def stop_requested(self) -> bool:
         return self._stop
@@ -110,7 +110,7 @@ class PipeChannel:
         with self._news:
             self._news.wait_for(lambda: self._port is not None or self._gone)
         if self._port is None:
-            raise PeerLost("the launcher went away before the workers had met")
+            raise PeerLost("the launcher exited before all workers had connected")
         return self._port
 
     def _listen(self, buffer: bytes) -> None:
@@ -128,7 +128,7 @@ class PipeChannel:
             self._news.notify_all()
         self.orphaned = not self._stop.is_set()
         self._stop.set()
-        log.warning("the launcher is gone: saving and leaving")
+        log.warning("the launcher exited: saving and exiting")
         timer = threading.Timer(ORPHAN_GRACE_S, lambda: os._exit(1))
         timer.daemon = True
         timer.start()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smolcluster.config.options import Options, RoundOptions
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import size
@@ -25,15 +26,26 @@ def batch_size_of(config: Config, rank: int) -> int:
 
 def batch_size_on(config: Config, host: str) -> int:
     """Return the micro-batch size of a worker on this host; `auto` starts with the common size."""
-    said = config.cluster.batch_size
-    own = said if isinstance(said, str) else said.get(host, "auto")
+    sizes = config.cluster.batch_size
+    own = sizes if isinstance(sizes, str) else sizes.get(host, "auto")
     return own if isinstance(own, int) else config.training.batch_size or 1
 
 
 def is_automatic(config: Config, host: str) -> bool:
     """Return whether the batch size of this host follows its speed."""
+    sizes = config.cluster.batch_size
+    return (sizes if isinstance(sizes, str) else sizes.get(host)) == "auto"
+
+
+def check_balance(config: Config, options: Options) -> None:
+    """Raise UserError where both the steps and the batch of a machine would follow its speed."""
     said = config.cluster.batch_size
-    return (said if isinstance(said, str) else said.get(host)) == "auto"
+    equal_time = isinstance(options, RoundOptions) and options.equal_time
+    if equal_time and "auto" in ([said] if isinstance(said, str) else said.values()):
+        raise UserError(
+            "strategy.inner_steps auto and cluster.batch_size auto both divide the work by speed; leave cluster.batch_size "
+            "out, or set strategy.inner_steps to a number"
+        )
 
 
 def check_finite(broken: str | None, *, step: int) -> None:
@@ -84,9 +96,8 @@ def check_same_config(
             if isinstance(value, dict) and isinstance(mine.get(key), dict):
                 compare(value, mine[key], f"{name}.")
             elif value != mine.get(key):
-                raise UserError(
-                    f"{name} is {mine.get(key)!r:.200} on rank {rank} and {value!r:.200} on {first_is}; start all ranks alike"
-                )
+                ours, theirs = ("not set" if each is None else f"{each!r:.200}" for each in (mine.get(key), value))
+                raise UserError(f"{name} is {ours} on rank {rank} and {theirs} on {first_is}; start all ranks alike")
 
     compare(first, mine, "")
 
@@ -115,8 +126,6 @@ def check_same_task(first: dict[str, Any], mine: dict[str, Any], *, rank: int) -
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Total and free memory of a device."""
-
     total: int
     free: int
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import secrets
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from smolcluster.comm.elastic.transport.messages import Peer
+from smolcluster.durable_files import atomic_write_text
 from smolcluster.version import __version__
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -40,8 +42,14 @@ def this_machine() -> str:
     return f"{socket.gethostname().partition('.')[0]}-{hashlib.sha256(mark.encode()).hexdigest()[:8]}"
 
 
-def new_run_id() -> str:
-    return secrets.token_hex(8)
+def run_id_in(file: Path) -> str:
+    """Return the run's id, new in a new run. Workers that reconnect ask for it, also after a power cut."""
+    with contextlib.suppress(FileNotFoundError):
+        if known := file.read_text().strip():
+            return known
+    run_id = secrets.token_hex(8)
+    atomic_write_text(file, run_id + "\n")
+    return run_id
 
 
 def versions() -> dict[str, str]:

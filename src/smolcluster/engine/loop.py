@@ -69,12 +69,12 @@ class Loop:
         total, first, meter = self.context.total_steps, True, self.record.meter
         meter.start()
         while (work := self._reader.next(self.step)) is not None:
-            step = work[0]
+            step, before = work[0], self.step
             report = self._step(*work)
             # When asked to stop, save and leave without an evaluation, which may take long.
             last, over = step == total, step == total or report.stop
             evaluated = self._val_data is not None and (last or (due(step, self._config.eval_steps) and not over))
-            logged = evaluated or over or first or step % self._log_interval == 0
+            logged = evaluated or over or first or self._row_is_due(step, before)
             meter.stop(before_row=logged)
             if first:
                 self._reserve()
@@ -97,13 +97,18 @@ class Loop:
         if meter.unlogged:
             self._log(self.step, with_evaluation=False)
 
+    def _row_is_due(self, step: int, before: int) -> bool:
+        """A worker with fewer steps than the run skips numbers, and one with more repeats them."""
+        every = self._log_interval
+        return not self._reader.repeat and (step % every == 0 or step // every > before // every)
+
     def _step(self, step: int, indices: Indices) -> StepReport:
         # Random numbers follow from (seed, step, data shard) while the batch is read and from (seed, step, stream) after it: a
         # resumed run repeats them, and ranks that share a data shard augment its samples alike.
-        seat = self.context.seat
-        self._seed(step, "data", seat.rank if seat.shard is None else seat.shard)
+        seat, repeat = self.context.seat, [self._reader.repeat] if self._reader.repeat else []
+        self._seed(step, "data", seat.rank if seat.shard is None else seat.shard, *repeat)
         batch = self._read(step, indices)
-        self._seed(step, seat.rank if seat.stream is None else seat.stream)
+        self._seed(step, seat.rank if seat.stream is None else seat.stream, *repeat)
         started = time.perf_counter()
         if self._profiler is not None:
             self._profiler.before(step)
@@ -230,7 +235,7 @@ class Loop:
             self._reader.load_state_dict(state["sampler"])
         now, before = sum(self.context.samples_per_step), self._reader.position / max(1, snapshot.step)
         if self.context.seat.rank == 0 and snapshot.step and self._reader.position and now != before:
-            self.context.warn(f"a step reads {now} samples, and before the checkpoint it read {before:g}")
+            self.context.warn(f"the global batch is {now} samples; it was {before:g} before the checkpoint")
         samples = self._share(self._reader.position) if self.context.reports_samples else 0
         self.step = snapshot.step
         self.record.samples, self.record.tokens = samples, samples * self.task.tokens_per_sample

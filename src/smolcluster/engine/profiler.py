@@ -25,12 +25,12 @@ TOP = 25  # operators in the table
 _WAITING = ("_c10d_functional::wait", "c10d::", "gloo:", "nccl:")
 
 
-def steps_of(said: str) -> range:
+def steps_of(text: str) -> range:
     """`10` is step 10; `10:13` are steps 10, 11, 12 and 13."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", said.strip())
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
-        raise UserError(f"training.profile = '{said}': write a step or the first and the last, such as 10 or 10:13")
+        raise UserError(f"training.profile = '{text}': write a step or the first and the last, such as 10 or 10:13")
     return range(first, last + 1)
 
 

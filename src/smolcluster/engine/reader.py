@@ -6,6 +6,7 @@ LeaseReader    the elastic plane: what the server lends
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from smolcluster.data.sampler import Indices, Sampler, ShardedSampler
 
 
 class Reader(Protocol):
+    repeat: int  # how many steps before this one have its number, in this round
+
     def next(self, done: int) -> tuple[int, Indices] | None:
         """Return the next step after `done` and its samples; None when the run is over."""
 
@@ -31,6 +34,8 @@ class Reader(Protocol):
 
 
 class StreamReader:
+    repeat = 0
+
     def __init__(self, sampler: ShardedSampler, *, total_steps: int) -> None:
         self._sampler, self.total_steps = sampler, total_steps
 
@@ -49,20 +54,44 @@ class StreamReader:
 
 
 class LeaseReader:
-    def __init__(self, sampler: Sampler, lease: Callable[[], Lease | None], *, holds: Callable[[int], bool]) -> None:
-        """`holds`: whether the lease of this step is still held; else the rest of it is not read."""
-        self._sampler, self._lease, self._holds = sampler, lease, holds
-        self._steps: deque[tuple[int, Indices]] = deque()  # of the round that was begun
+    def __init__(
+        self,
+        sampler: Sampler,
+        lease: Callable[[], Lease | None],
+        *,
+        holds: Callable[[int], bool] = lambda _: True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`holds`: whether the lease of the round that ends with this step is still held; else the rest of it is not read."""
+        self._sampler, self._lease, self._holds, self._clock = sampler, lease, holds, clock
+        self._left: deque[Indices] = deque()  # of the round that was begun, a part for each step
+        self._done = 0  # steps of that round
         self.taken = 0  # the last step begun
+        self.repeat = 0
         self.stopped = False  # this worker was asked to stop
 
+    @property
+    def in_round(self) -> bool:
+        """Whether steps of a round are left."""
+        return bool(self._left)
+
     def next(self, done: int) -> tuple[int, Indices] | None:
-        if self._steps and not self._holds(self._steps[0][0]):
-            self._steps.clear()
-        if not self._steps and not self._begin_round():
+        if self._left and not self._holds(self._round.step):
+            self._left.clear()
+        if not self._left and not self._begin_round():
             return None
-        self.taken, samples = self._steps.popleft()
-        return self.taken, samples
+        samples, before = self._left.popleft(), self.taken
+        if self._is_late():
+            self._left.clear()
+        step = self._round.number(self._done + 1) if self._left else self._round.step
+        self.repeat = self.repeat + 1 if self._done and step == before else 0
+        self.taken, self._done = step, self._done + 1
+        return step, samples
+
+    def _is_late(self) -> bool:
+        """Return whether another step after this one would end too late, by the time of those before."""
+        most_s, passed_s = self._round.most_s, self._clock() - self._began
+        return self._done > 0 and passed_s * (self._done + 2) > most_s * self._done
 
     def _begin_round(self) -> bool:
         try:
@@ -73,8 +102,8 @@ class LeaseReader:
         if lease is None:
             return False
         samples = indices(self._sampler, [Range(*r) for r in lease.ranges])
-        first = lease.step - lease.steps + 1
-        self._steps.extend(enumerate(np.array_split(samples, lease.steps), start=first))
+        self._left.extend(np.array_split(samples, lease.local))
+        self._round, self._done, self._began = lease, 0, self._clock()
         return True
 
     @property

@@ -26,7 +26,8 @@ from smolcluster.engine.channel import ControlChannel
 from smolcluster.engine.checkpoint.async_saver import Saver, Store
 from smolcluster.engine.checkpoint.snapshot import Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
-from smolcluster.engine.checks import Room, check_disk_space, check_memory
+from smolcluster.engine.checks import Room, check_balance, check_disk_space, check_memory
+from smolcluster.engine.link_preset import LinkPick, record_pick
 from smolcluster.engine.profiler import Profiler, steps_of
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
@@ -69,7 +70,7 @@ class Role(ABC):
     def run(self) -> int:
         """Run all phases; return the exit status."""
 
-    def last_words(self, message: str) -> None:  # noqa: B027 - most roles have no peers to notify
+    def notify_peers(self, message: str) -> None:  # noqa: B027 - most roles have no peers to notify
         """Notify peers before this process fails."""
 
     def explain_loss(self, reason: str) -> str:
@@ -101,12 +102,25 @@ class Role(ABC):
         self.device = choose_device(self.config.training.device, local_rank=self.spec.local_rank)
         self.options, ignored = read_options(self.config.strategy, plane=self.spec.plane)
         self.strategy_class = find_strategy(self.config.strategy.name, self.spec.plane, self.options)
+        check_balance(self.config, self.options)
         if self.config.training.profile is not None:
             steps_of(self.config.training.profile)  # report mistakes early
             if self.spec.plane == "elastic" and lead:
                 self._warn("training.profile has no effect on the elastic plane")
         if ignored and lead:
             self._warn(not_used(self.config.strategy.name, self.spec.plane, ignored))
+
+    def _use_preset(self, pick: LinkPick, *, lead: bool) -> Config:
+        """Train with a preset that was picked by the measured link. `lead`: record it, for when the run goes on."""
+        strategy = self.config.strategy
+        self.config.strategy = strategy.with_options({"preset": pick.preset})
+        self.options, _ = read_options(self.config.strategy, plane=self.spec.plane)
+        if lead:
+            record_pick(pick, self.run_dir.link)
+            text = pick.describe(strategy.name)
+            log.info("%s", text)
+            self.observer.emit(Notice(level="INFO", message=text, rank=0 if self.spec.role == "worker" else None))
+        return self.config
 
     def _load_task(self) -> None:
         self.task = find_task(self.config, progress=self._progress)

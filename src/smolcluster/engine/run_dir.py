@@ -42,6 +42,7 @@ class RunDir:
     own = _Inside("own")  # state that elastic workers keep on their own machines
     history = _Inside("history.jsonl")
     run_id = _Inside("run-id")
+    link = _Inside("link.json")  # the preset that was picked by the measured link
     _lock_file = _Inside(".lock")
 
     def holds_a_run(self) -> bool:

@@ -16,7 +16,6 @@ import random
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -117,12 +116,9 @@ def _sample(task: Task, model: nn.Module) -> None:
     model.eval()
     with _named(task, "sample"):
         sample = task.sample(model)
-    if sample is not None and not (isinstance(sample, tuple) and len(sample) == 2 and all(map(_is_text, sample))):
+    texts = isinstance(sample, tuple) and len(sample) == 2 and all(isinstance(text, str) for text in sample)
+    if sample is not None and not texts:
         raise UserError(f"sample() of {task.name} must return a prompt and a text, or None, not {sample!r:.80}")
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _check_best(task: Task, names: list[str]) -> str | None:

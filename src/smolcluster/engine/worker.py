@@ -9,12 +9,14 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
+from smolcluster.comm.link_speed import measure_link
 from smolcluster.comm.mesh.backends import check_backend
 from smolcluster.comm.mesh.liveness import LivenessMonitor
 from smolcluster.comm.mesh.rendezvous import RankPlace, connect
@@ -46,6 +48,7 @@ from smolcluster.engine.checks import (
     identify_task,
 )
 from smolcluster.engine.identity import must_agree
+from smolcluster.engine.link_preset import LinkPick, on_one_machine, pick_preset, recorded_pick
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import StreamReader
 from smolcluster.engine.record import RunRecord
@@ -82,6 +85,7 @@ class Worker(Role):
         self._connect()
         if self.resuming:
             self._find()
+        self._pick_preset()
         self._build()
         if self.resuming:
             self._resume()
@@ -91,7 +95,7 @@ class Worker(Role):
         try:
             self.loop.run()
         except BaseException:
-            self._save_what_is_under_way()
+            self._finish_saves()
             raise
         if self.saver is not None:
             self.saver.close()
@@ -143,10 +147,10 @@ class Worker(Role):
             stop_requested=(lambda: False) if spec.watched else self.channel.stop_requested,  # a launcher ends its own
         )
         if not spec.watched and spec.world_size > 1:
-            self._watch_each_other()
+            self._start_liveness()
         task = identify_task(self.config.task, name=type(self.task).__name__)
         everyone = gather_json(self.group, {"config": public_dict(self.config), "task": task})
-        for rank, theirs in enumerate(everyone):  # all ranks see all, and fail alike
+        for rank, theirs in enumerate(everyone):  # every rank compares all, so all raise the same error
             own = OWN_TO_A_HOST | {"task"}
             check_same_config(everyone[0]["config"], theirs["config"], rank=rank, own=own)
             check_same_task(everyone[0]["task"], theirs["task"], rank=rank)
@@ -158,40 +162,42 @@ class Worker(Role):
 
     # Watching the other ranks, without a launcher
 
-    def _watch_each_other(self) -> None:
+    def _start_liveness(self) -> None:
         try:
             self.watch = LivenessMonitor(self.group, self.spec.master_addr, name=self.spec.host, on_lost=self._give_up)
         except OSError as error:
-            self._warn(f"a rank that is lost will not be named, and be waited for for minutes: {error}")
+            self._warn(
+                f"failure detection between ranks is off ({error}): a dead rank is only noticed at the backend's timeout"
+            )
 
     def _give_up(self, message: str) -> None:
         """Report a lost rank that this one waits for, and exit. Runs on the watch's thread."""
         self.observer.emit(Failed(rank=self.spec.rank, kind="peer", message=message))
         logging.getLogger("worker").error("lost another rank: %s", message)
-        self._save_what_is_under_way()
+        self._finish_saves()
         self.observer.close()
         self.cut_off()
 
-    def _save_what_is_under_way(self) -> None:
+    def _finish_saves(self) -> None:
         """Stop waiting for the checkpoint part of a lost rank."""
         if self.notes is not None:
             self.notes.close()
         if self.saver is not None:
             self.saver.close()
 
-    def last_words(self, message: str) -> None:
+    def notify_peers(self, message: str) -> None:
         if self.watch is not None:
-            self._claim_the_end(self.watch)
+            self._claim_exit(self.watch)
             self.watch.leave(message.splitlines()[0])
 
     def explain_loss(self, reason: str) -> str:
         if self.watch is None:
             return reason
-        self._claim_the_end(self.watch)
+        self._claim_exit(self.watch)
         return self.watch.explain(reason)
 
     @staticmethod
-    def _claim_the_end(watch: LivenessMonitor) -> None:
+    def _claim_exit(watch: LivenessMonitor) -> None:
         """Wait for the watch, which is ending this process."""
         if not watch.claim():
             threading.Event().wait()
@@ -212,7 +218,7 @@ class Worker(Role):
                 }
             except DamagedCheckpoint as error:
                 head = {
-                    "problem": f"{error}; this checkpoint is damaged: name the run directory, to go on from one before it"
+                    "problem": f"{error}; this checkpoint is damaged; pass the run directory to use the newest good one"
                 }
             except SmolclusterError as error:
                 head = {"problem": str(error)}
@@ -222,11 +228,27 @@ class Worker(Role):
             raise UserError(head["problem"])
         self.head = head
 
+    def _pick_preset(self) -> None:
+        """Pick the preset by the measured link, where the options leave it open; keep that of a run that is resumed."""
+        if not self.options.picks_preset:
+            return
+        found = None
+        if self.lead and self.resuming:
+            found = recorded_pick(self.run_dir, self.spec.resume)
+        found = gather_json(self.group, None if found is None else asdict(found))[0]
+        if found is not None:
+            pick = LinkPick(**found)
+        elif all(gather_json(self.group, on_one_machine(self.spec))):
+            pick = pick_preset(None)
+        else:
+            pick = pick_preset(measure_link(self.group))
+        self._use_preset(pick, lead=self.lead)
+
     def _last_step(self) -> int:
         training, samples, batch = self.config.training, len(self.train_data), sum(self.counts)
         if not self.resuming:
             return last_step(training, samples=samples, batch=batch)
-        with self._strange_state():
+        with self._invalid_state_as_user_error():
             read = samples_read(self.head["state"]["sampler"], with_holes=True)
         return last_step(training, samples=samples, batch=batch, step=self.head["step"], read=read)
 
@@ -242,7 +264,7 @@ class Worker(Role):
             samples_per_step=self.counts,
             stop_requested=self.channel.stop_requested,
             warn=self._warn,
-            draw=self._keep_drawing,
+            draw=self._set_drawing,
             example=lambda count: self.train_data.batch(np.arange(count)),
             tell=lambda text: self.observer.emit(Notice(level="INFO", message=text, rank=self.spec.rank)),
         )
@@ -290,7 +312,9 @@ class Worker(Role):
             return None
         if not is_shared(group, self.run_dir.checkpoints):
             if self.lead:
-                self._warn("not every rank sees the run directory of rank 0, which saves all of the model by itself")
+                self._warn(
+                    "checkpoints are not sharded, but written by rank 0: not every rank can read its run directory"
+                )
             return None
         return notes
 
@@ -333,7 +357,7 @@ class Worker(Role):
                 info=head["info"],
                 extra=broadcast_tensors(self.group, found.extra if found else None),
             )
-        with self._strange_state():
+        with self._invalid_state_as_user_error():
             self.loop.load(found)
         # Keep the evaluation of that step, in case this process trains no step itself.
         if self.val_data is not None:
@@ -356,7 +380,7 @@ class Worker(Role):
         self.group.barrier()
 
     @contextlib.contextmanager
-    def _strange_state(self) -> Iterator[None]:
+    def _invalid_state_as_user_error(self) -> Iterator[None]:
         try:
             yield
         except (KeyError, TypeError, ValueError) as error:
@@ -433,7 +457,7 @@ class Worker(Role):
             self.watch.leave()
         return INTERRUPTED if loop.interrupted else 0
 
-    def _keep_drawing(self, drawing: Drawing) -> None:
+    def _set_drawing(self, drawing: Drawing) -> None:
         self.drawing = drawing
 
     def _draw(self) -> None:

@@ -25,14 +25,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.addresses import dial_address, is_loopback
 from smolcluster.durable_files import write_private_text
 from smolcluster.errors import SmolclusterError, UserError
 
 PROJECT = "smolcluster-logs"
 READY_S = 180.0  # after the images are pulled
 _LOOK_S = 0.5
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # wildcard addresses -> loopback
 _YOURS = ("targets",)  # folders whose files are not overwritten
 
 DEFAULTS = {
@@ -200,12 +199,10 @@ def _run(command: list[str], folder: Path, environ: Mapping[str, str]) -> None:
 
 
 def _stack(folder: Path, environ: Mapping[str, str]) -> Stack:
-    bind = environ["LOKI_BIND"]
-    loki = _ANY.get(bind, f"[{bind}]" if ":" in bind else bind)
     return Stack(
         folder,
         grafana=f"http://127.0.0.1:{environ['GRAFANA_PORT']}",
-        loki=f"http://{loki}:{environ['LOKI_PORT']}",
+        loki=f"http://{dial_address(environ['LOKI_BIND'], int(environ['LOKI_PORT']))}",
         prometheus=f"http://127.0.0.1:{environ['PROMETHEUS_PORT']}",
     )
 

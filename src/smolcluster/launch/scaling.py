@@ -27,9 +27,9 @@ from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.api import run_here
 from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.launch.prepare import Prepared, prepare
+from smolcluster.launch.scaling_report import Sample, Scaling, Size, draw
 from smolcluster.observe.events import Event, StepLogged, plain
 from smolcluster.observe.observer import Sink
-from smolcluster.observe.scaling import Sample, Scaling, Size, draw
 
 THREADS = "OMP_NUM_THREADS"
 

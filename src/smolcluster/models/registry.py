@@ -22,7 +22,6 @@ MAX_SIZE = 1 << 31  # of any length in the shape of a model
 
 
 def architecture_of(config: DecoderConfig) -> Architecture:
-    """Return the architecture of a configuration."""
     return next(one for one in ARCHITECTURES.values() if one.config is type(config))
 
 

@@ -25,6 +25,7 @@ class Screen(Protocol):
 
     def close(self) -> None:
         """Restore the terminal."""
+        return
 
 
 class ConsoleSink:
@@ -72,7 +73,7 @@ class ConsoleSink:
             screen.close()
 
 
-class PlainScreen:
+class PlainScreen(Screen):
     """Lines of text without any escape codes."""
 
     def __init__(self, stream: TextIO, state: RunState) -> None:
@@ -92,9 +93,6 @@ class PlainScreen:
             self._print(text)
         if self._state.all_started:
             self._head()
-
-    def close(self) -> None:
-        """Lines are flushed as they are written."""
 
     def _head(self) -> None:
         if not self._headed and (header := self._state.header()):

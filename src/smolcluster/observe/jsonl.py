@@ -20,6 +20,7 @@ from smolcluster.observe.events import Event, StepLogged, restore_fields, to_dic
 
 logger = logging.getLogger(__name__)
 
+CHUNK_BYTES = 64 << 10  # read at once, from the end of a file
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 
 
@@ -139,6 +140,30 @@ def json_object(text: bytes | str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # the first also for bytes that are not UTF-8
         return None
     return found if isinstance(found, dict) else None
+
+
+def lines_backwards(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) from the last of the first `size` bytes to the first. Only the last may lack its line feed."""
+    with path.open("rb") as file:
+        parts: list[bytes] = []  # of a line whose start is not read yet, last first
+        at = size
+        while at:
+            length = min(CHUNK_BYTES, at)
+            at -= length
+            file.seek(at)
+            chunk = file.read(length)
+            end = len(chunk)
+            if parts or chunk.endswith(b"\n"):
+                begin = chunk.rfind(b"\n", 0, end if parts else end - 1) + 1
+            else:
+                begin = chunk.rfind(b"\n") + 1
+            while begin:
+                yield at + begin, b"".join([chunk[begin:end], *reversed(parts)])
+                parts.clear()
+                end, begin = begin, chunk.rfind(b"\n", 0, begin - 1) + 1
+            parts.append(chunk[:end])
+        if parts:
+            yield 0, b"".join(reversed(parts))
 
 
 def _ends_torn(path: Path) -> bool:

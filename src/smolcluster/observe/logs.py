@@ -10,23 +10,23 @@ process's stderr to the same file, so printed text (a crash in the interpreter o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
-import os
 import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from smolcluster.observe.events import CheckpointSaved, Event, Notice, StepLogged, plain
-from smolcluster.observe.jsonl import json_object
+from smolcluster.observe.jsonl import json_object, lines_backwards
+from smolcluster.observe.observer import Sink
 from smolcluster.observe.run_state import rate
 from smolcluster.observe.text import number, printable
 
 log = logging.getLogger(__name__)
 
 _OURS = "smolcluster"  # the name of our handlers on the root logger
-_TAIL_BLOCK_BYTES = 64 * 1024
 
 
 class JsonFormatter(logging.Formatter):
@@ -41,7 +41,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
 
-class LogSink:
+class LogSink(Sink):
     """Logs the rows and the checkpoints of this process."""
 
     def handle(self, event: Event) -> None:
@@ -54,11 +54,8 @@ class LogSink:
         elif isinstance(event, CheckpointSaved):
             log.info("checkpoint of step %d: %s", event.step, event.path)
 
-    def close(self) -> None:
-        """The log stays open: `reset_logging` closes it."""
 
-
-class LauncherLogSink:
+class LauncherLogSink(Sink):
     """Writes the launcher's warnings to `logs/launcher-<host>.log`: which process died, and how."""
 
     def __init__(self, run_dir: str | Path, *, host: str) -> None:
@@ -73,9 +70,6 @@ class LauncherLogSink:
                 self._path.open("a", encoding="utf-8", errors="backslashreplace") as file,
             ):
                 file.write(self._formatter.format(record) + "\n")
-
-    def close(self) -> None:
-        """The file is opened for each of its few lines."""
 
 
 class LineFormatter(logging.Formatter):
@@ -138,10 +132,15 @@ def log_to_terminal(level: int = logging.INFO) -> None:
 
 def tail(path: str | Path, lines: int = 20) -> list[str]:
     """Return the last `lines` lines of a log as readable text; none without a file."""
+    path, found = Path(path), []
+    with contextlib.suppress(FileNotFoundError):
+        whole = (raw for _, raw in lines_backwards(path, path.stat().st_size) if raw.strip())
+        found = list(itertools.islice(whole, lines))[::-1]
     rendered: list[str] = []
-    for raw in _last_lines(Path(path), lines):
+    for raw in found:
         fields = json_object(raw)
-        rendered += _render(fields) if fields is not None and "message" in fields else [printable(raw)]
+        text = printable(raw.decode("utf-8", "replace").rstrip("\r\n"))
+        rendered += _render(fields) if fields is not None and "message" in fields else [text]
     return rendered[-lines:] if lines > 0 else []
 
 
@@ -154,20 +153,3 @@ def _render(fields: dict[str, Any]) -> list[str]:
     rest += str(fields.get("exception", "")).splitlines()
     head = f"{time} {fields.get('level', '')} {who}{fields.get('logger', '')}: {first}"
     return [printable(head.strip())] + ["    " + printable(line) for line in rest]
-
-
-def _last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a file, read from its end."""
-    block = b""
-    try:
-        with path.open("rb") as file:
-            position = file.seek(0, os.SEEK_END)
-            while position > 0 and block.count(b"\n") <= count:
-                start = max(0, position - _TAIL_BLOCK_BYTES)
-                file.seek(start)
-                block = file.read(position - start) + block
-                position = start
-    except FileNotFoundError:
-        return []
-    found = block.decode("utf-8", "replace").split("\n")
-    return [line.rstrip("\r") for line in found if line.strip()][-count:] if count > 0 else []

@@ -47,10 +47,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from smolcluster.config.describe import hide_credentials
 from smolcluster.errors import UserError
-from smolcluster.observe.events import Event
 from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.log_queue import LogEntry, LogQueue
 from smolcluster.observe.logs import log_path
+from smolcluster.observe.observer import Sink
 from smolcluster.observe.text import printable
 
 # Warnings below smolcluster.observe reach no screen, and a person should see that Loki cannot be reached.
@@ -282,8 +282,8 @@ class BatchSender:
         return result
 
 
-class Pusher:
-    """The pushing thread of one process. It is a sink only to be closed with the others."""
+class Pusher(Sink):
+    """The pushing thread of one process. It is a sink only to be closed with the others: lines come from the log file."""
 
     def __init__(self, sender: BatchSender, *, timing: LokiTiming) -> None:
         self._sender, self._timing = sender, timing
@@ -296,9 +296,6 @@ class Pusher:
         self._left: int | None = None  # once the thread has ended
         self._thread = threading.Thread(target=self._run, name="loki", daemon=True)
         self._thread.start()
-
-    def handle(self, event: Event) -> None:
-        """Events reach Loki through the log file."""
 
     def close(self) -> None:
         """Send the last lines, for `close_s` at most. The rest stays in the file."""

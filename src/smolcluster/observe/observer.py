@@ -18,6 +18,7 @@ class Sink(Protocol):
 
     def handle(self, event: Event) -> None:
         """Take one event; ignore unknown kinds."""
+        return
 
     def close(self) -> None:
         """Flush and release. Called once, also after `handle` has failed."""

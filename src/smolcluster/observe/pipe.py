@@ -7,12 +7,13 @@ import threading
 from typing import IO
 
 from smolcluster.observe.events import Event, to_json
+from smolcluster.observe.observer import Sink
 
 # Errors of a pipe without a reader; EINVAL on Windows.
 _READER_GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.EBADF, errno.EINVAL}
 
 
-class PipeSink:
+class PipeSink(Sink):
     """Writes each event as one line of JSON and flushes it. The caller closes the stream.
 
     A broken pipe is ignored: the control channel handles a launcher that is gone.
@@ -37,6 +38,3 @@ class PipeSink:
                 if error.errno not in _READER_GONE:
                     raise
                 self._gone = True
-
-    def close(self) -> None:
-        """Lines are flushed as they are written."""

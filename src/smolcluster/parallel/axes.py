@@ -100,9 +100,9 @@ def ranks_per_machine(lines: Sequence[Sequence[int]], hosts: Sequence[str]) -> i
     ]
     lengths = {length for _, _, length in runs}
     if len(lengths) > 1 or len({(number, host) for number, host, _ in runs}) < len(runs):
-        said = ", ".join(f"{length} on {host}" for host, length in dict.fromkeys(run[1:] for run in runs))
+        by_host = ", ".join(f"{length} on {host}" for host, length in dict.fromkeys(run[1:] for run in runs))
         raise UserError(
-            f"HYBRID_SHARD shards the model inside each machine, and consecutive ranks are {said}; "
+            f"HYBRID_SHARD shards the model inside each machine, and consecutive ranks are {by_host}; "
             "use the same number on each machine, with consecutive ranks, or set strategy.shard_size"
         )
     return lengths.pop()

@@ -15,11 +15,12 @@ from smolcluster.parallel.shards import backed_up_by, owners
 
 
 def summed_by_workers(
-    options: ExchangeOptions, nodes: Sequence[Node], shape: Shape | None, *, rounds: int
+    options: ExchangeOptions, nodes: Sequence[Node], shape: Shape | None, *, rounds: int, encoded: bool = False
 ) -> Placement:
     """Plan a whole model on every node with all-reduced gradients; on the elastic plane encoded, if there is a codec.
 
-    `rounds`: in flight, with the one that is computed. Without tensor shapes, each worker owns one tensor of equal size.
+    `rounds`: in flight, with the one that is computed. `encoded`: on the mesh plane too. Without tensor shapes, each worker
+    owns one tensor of equal size.
     """
     codec, n = chosen_codec(options), len(nodes)
     seats = worker_on_each(nodes)
@@ -36,29 +37,9 @@ def summed_by_workers(
         messages=2 * (n - 1) * max(1, round(size / (options.bucket_mb * 2**20))),
     )
     placement = with_coordinator(Placement(seats=seats, costs=[cost] * n), nodes, shape)
-    if codec.lossless or all(node.stays for node in nodes):
+    if codec.lossless or (all(node.stays for node in nodes) and not encoded):
         return placement
-    sizes = [codec.nbytes(tensor) for tensor in _tensors(shape, n)]
-    rows, owned, dense = rows_of(owners(sizes, n), n), shares(sizes, owners, n), 4 * shape.parameters
-    # Send to each owner its tensors of each bucket, then the means of owned tensors to all others.
-    buckets = buckets_of(sizes, n)
-    parts = [
-        sum(messages_of(sum(sizes[j] for j in bucket if j in row)) for bucket in buckets) for row in map(set, rows)
-    ]
-    residuals = (rounds + 1) * dense if codec.feedback else 0
-    costs = []
-    for cost, own, mine in zip(placement.costs, owned, parts, strict=True):
-        moved = sum(sizes) + (n - 2) * own if n > 1 else 0
-        costs.append(
-            replace(
-                cost,
-                gradient_bytes=rounds * (dense + 2 * sum(sizes) + (n - 1) * own) + residuals,
-                bytes_sent=moved,
-                bytes_received=moved,
-                messages=sum(parts) - mine + (n - 1) * messages_of(own) + 2,
-            )
-        )
-    return replace(placement, costs=costs)
+    return _through_owners(placement, codec, _tensors(shape, n), rounds=rounds)
 
 
 def gathered_by_workers(options: ExchangeOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
@@ -77,6 +58,31 @@ def gathered_by_workers(options: ExchangeOptions, nodes: Sequence[Node], shape: 
         messages=(n - 1) * messages_of(encoded),
     )
     return with_coordinator(Placement(seats=seats, costs=[cost] * n), nodes, shape)
+
+
+def _through_owners(placement: Placement, codec: Codec, tensors: Sequence[Sequence[int]], *, rounds: int) -> Placement:
+    """Return the placement with the costs of `comm/encoded_sum.py`."""
+    n, sizes = len(placement.costs), [codec.nbytes(tensor) for tensor in tensors]
+    rows, owned, dense = rows_of(owners(sizes, n), n), shares(sizes, owners, n), 4 * sum(map(math.prod, tensors))
+    # Send to each owner its tensors of each bucket, then the means of owned tensors to all others.
+    buckets = buckets_of(sizes, n)
+    parts = [
+        sum(messages_of(sum(sizes[j] for j in bucket if j in row)) for bucket in buckets) for row in map(set, rows)
+    ]
+    residuals = (rounds + 1) * dense if codec.feedback else 0
+    costs = []
+    for cost, own, mine in zip(placement.costs, owned, parts, strict=True):
+        moved = sum(sizes) + (n - 2) * own if n > 1 else 0
+        costs.append(
+            replace(
+                cost,
+                gradient_bytes=rounds * (dense + 2 * sum(sizes) + (n - 1) * own) + residuals,
+                bytes_sent=moved,
+                bytes_received=moved,
+                messages=sum(parts) - mine + (n - 1) * messages_of(own) + (2 if placement.server else 0),
+            )
+        )
+    return replace(placement, costs=costs)
 
 
 def sharded_traffic(codec: Codec, shape: Shape, n: int) -> list[tuple[int, int]]:

@@ -120,13 +120,13 @@ class OwnedBuckets(Combination):
     def stop_count(self, slot: int) -> Tensor:
         """Count stop requests, and agree on the norm, of which each rank has a part."""
         own = [mine for p in self._replica.parameters if (mine := gradient(p)) is not None]
-        said = torch.zeros(2, dtype=torch.float64, device=self._group.device)
+        totals = torch.zeros(2, dtype=torch.float64, device=self._group.device)
         if own:
-            said[0] = torch.stack(torch._foreach_norm(own)).double().square().sum()
-        said[1] = float(self._stop)
-        self._group.all_reduce(said).wait()
-        self._norm = said[0].sqrt()
-        return said[1:].float()
+            totals[0] = torch.stack(torch._foreach_norm(own)).double().square().sum()
+        totals[1] = float(self._stop)
+        self._group.all_reduce(totals).wait()
+        self._norm = totals[0].sqrt()
+        return totals[1:].float()
 
     def norm(self, slot: int) -> Tensor | None:
         norm, self._norm = self._norm, None
@@ -161,7 +161,7 @@ class OwnedBuckets(Combination):
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Every owner hands out what it has updated."""
+        """All-gather the updated parameters from their owners."""
         self._restore_rounded()
         me = self._group.rank
         parts = [_in_order(local(p.detach())).view(torch.uint8) for p in self._replica.parameters]

@@ -24,11 +24,11 @@ from smolcluster.errors import UserError, unknown_name
 from smolcluster.parallel.exchange import everything_in
 from smolcluster.parallel.placement import Node, Rank
 from smolcluster.parallel.stages import (
-    Answering,
     Cut,
     Layers,
-    Several,
+    OutputStub,
     Shapes,
+    StageModules,
     as_tuple,
     inputs_of,
     layers_of,
@@ -99,7 +99,7 @@ class Pipe:
         """`process_group` is torch's name for `group`; `pair` are the first and the last of it, on those."""
         self.layers, self.cut, self.mine = layers, cut, cut.of(group.rank)
         self.stages = [self._stage(model, index) for index in self.mine]
-        self.model = self.stages[0] if len(self.stages) == 1 else Several(self.stages)
+        self.model = self.stages[0] if len(self.stages) == 1 else StageModules(self.stages)
         self._task, self._options, self._context = task, options, context
         self._group, self._process_group, self._pair = group, process_group, pair
         self._sequence_shards, self._used_in = sequence_shards, used_in
@@ -217,7 +217,7 @@ class Pipe:
         share = None if self._shares is None else self._shares[int(number)]
         if share == 0:  # a mean over nothing is NaN
             return zero_from([output])
-        loss = self._task.loss(Answering(output), self._microbatch(self._part, int(number)))
+        loss = self._task.loss(OutputStub(output), self._microbatch(self._part, int(number)))
         if share is None:
             self._losses.append(whole(loss.detach()))
             return loss * (self._weight / self._parts / self._num_microbatches)
@@ -335,7 +335,7 @@ class Pipe:
                 for number, tensor in enumerate(held):
                     exchanged = tensor.contiguous().to(self._group.buffer_device(tensor.device))
                     self._group.send(exchanged, to=ranks[index + 1], tag=number).wait()
-        return Answering(held[0]) if self.has_last else None
+        return OutputStub(held[0]) if self.has_last else None
 
     def _receive(self, index: int, source: int, length: int) -> tuple[Tensor, ...]:
         device, group, tensors = self._context.device, self._group, []

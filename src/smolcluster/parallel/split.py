@@ -33,7 +33,7 @@ from smolcluster.errors import UserError
 from smolcluster.observe.text import size
 from smolcluster.parallel.axes import Axes, machines
 from smolcluster.parallel.placement import Rank
-from smolcluster.parallel.stages import Answering, Layers, as_tuple, holders, inputs_of, num_microbatches
+from smolcluster.parallel.stages import Layers, OutputStub, as_tuple, holders, inputs_of, num_microbatches
 from smolcluster.tasks.base import Task
 
 REPEATS = 3
@@ -135,7 +135,7 @@ def _measure_one(
         began = time.perf_counter()
         with autocast(task.config.training.precision, device), watch if repeat == 0 else nullcontext():
             outputs = as_tuple(stage(*inputs))
-            results = outputs if part is None else (task.loss(Answering(outputs[0]), part),)
+            results = outputs if part is None else (task.loss(OutputStub(outputs[0]), part),)
         results = tuple(t for t in results if t.requires_grad)
         sources = [*parameters, *(t for t in inputs if t.requires_grad)]
         if results and sources:
@@ -158,12 +158,12 @@ def measured_split(
     in_flight = {"sequential": 1, "gpipe": count, "1f1b": min(count, axes.pp)}.get(
         options.schedule, min(count, 2 * axes.pp)
     )
-    said = {
+    own = {
         "seconds": [layer.seconds for layer in mine],
         "need": [STATES * layer.weight_bytes + in_flight * layer.kept_bytes for layer in mine],
         "memory": _memory(context, model),
     }
-    everyone = gather_json(context.group, said)
+    everyone = gather_json(context.group, own)
     lines = [[everyone[rank] for rank in line] for line in zip(*axes.lines("pp"), strict=True)]  # by place along pp
     seconds = [[max(times) for times in zip(*(one["seconds"] for one in line), strict=True)] for line in lines]
     memory = [min(one["memory"] for one in line) for line in lines]

@@ -1,6 +1,6 @@
 """Cutting a model into pipeline stages: which rank has which layers, and how layers are taken out of a model.
 
-    nn.Sequential                       its children are the layers                       Children
+    nn.Sequential                       its children are the layers                       SequentialLayers
     Pipelined (models/protocols.py)     the model defines its layers                      Told
     any other                           its forward is traced                             tracing.py
 
@@ -44,8 +44,8 @@ class Cut:
         """`counts`: the measured number of layers of each stage."""
         ranks = holders(num_ranks, options)
         if counts is None:
-            said = options.layer_distribution
-            counts = said if isinstance(said, list) else _evenly(num_layers, len(ranks))
+            given = options.layer_distribution
+            counts = given if isinstance(given, list) else evenly(num_layers, len(ranks))
         if len(counts) != len(ranks):
             raise UserError(
                 f"strategy.layer_distribution has {len(counts)} entries and schedule {options.schedule} on {num_ranks} ranks "
@@ -76,7 +76,7 @@ def holders(num_ranks: int, options: PipelineOptions) -> tuple[int, ...]:
     return tuple(range(num_ranks)) * per_rank
 
 
-def _evenly(num_layers: int, count: int) -> list[int]:
+def evenly(num_layers: int, count: int) -> list[int]:
     """Distribute layers evenly; the last stages get fewer, since the last also has the head."""
     return [num_layers // count + (stage < num_layers % count) for stage in range(count)]
 
@@ -99,20 +99,20 @@ def num_microbatches(options: PipelineOptions, batch_sizes: Collection[int], num
         return ranks == 0 or count % max(1, count // ranks) == 0
 
     possible = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and in_rounds(m)]
-    said = options.num_microbatches
-    if said is not None and batch_size % said:
-        raise UserError(f"strategy.num_microbatches = {said} does not divide {batch}; try {divisors(batch_size)}")
-    if said is not None and not in_rounds(said):
+    given = options.num_microbatches
+    if given is not None and batch_size % given:
+        raise UserError(f"strategy.num_microbatches = {given} does not divide {batch}; try {divisors(batch_size)}")
+    if given is not None and not in_rounds(given):
         raise UserError(
-            f"strategy.num_microbatches = {said} cannot be dealt out in equal rounds of {ranks} or more, "
+            f"strategy.num_microbatches = {given} cannot be dealt out in equal rounds of {ranks} or more, "
             f"as {options.schedule} needs them; try {', '.join(map(str, possible))}"
         )
-    count = max(m for m in possible if m <= 2 * num_stages) if said is None else said
+    count = max(m for m in possible if m <= 2 * num_stages) if given is None else given
     if options.schedule == "1f1b" and count < num_stages:
         raise UserError(
             f"schedule 1f1b on {num_stages} ranks needs as many micro-batches, and {batch} "
             f"{'is' if one else 'are'} cut into {count}; "
-            f"raise {'training.batch_size' if said is None else 'strategy.num_microbatches'}, or use strategy.schedule=gpipe"
+            f"raise {'training.batch_size' if given is None else 'strategy.num_microbatches'}, or use strategy.schedule=gpipe"
         )
     return count
 
@@ -130,7 +130,7 @@ class Layers(ABC):
         """Return some of the layers, under their own names."""
 
 
-class Children(Layers):
+class SequentialLayers(Layers):
     def __init__(self, model: nn.Sequential) -> None:
         self.count = len(model)
 
@@ -153,13 +153,13 @@ class DeclaredLayers(Layers):
 def layers_of(model: nn.Module) -> Layers | None:
     """Return the layers of a model; None where it must be traced."""
     if isinstance(model, nn.Sequential):
-        return Children(model)
+        return SequentialLayers(model)
     if isinstance(model, Pipelined):
         return DeclaredLayers(model)
     return None
 
 
-class Several(nn.Module):
+class StageModules(nn.Module):
     """The stages of one rank as one model. Weights that another stage also has are marked as copies."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
@@ -187,7 +187,7 @@ def marked(parts: Any) -> Iterator[tuple[str, Any]]:
 # Placeholders of the model
 
 
-class _Asked(Exception):
+class _InputsCaptured(Exception):
     """Raised to return the inputs that the loss gives the model."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
@@ -195,14 +195,14 @@ class _Asked(Exception):
         self.inputs = inputs
 
 
-class _Asking(nn.Module):
+class _InputCapture(nn.Module):
     """Placeholder of the model on the first rank: captures its inputs."""
 
     def forward(self, *inputs: Any) -> Tensor:
-        raise _Asked(inputs)
+        raise _InputsCaptured(inputs)
 
 
-class Answering(nn.Module):
+class OutputStub(nn.Module):
     """Placeholder of the model on the last rank: returns the pipeline's output."""
 
     def __init__(self, output: Tensor) -> None:
@@ -216,8 +216,8 @@ class Answering(nn.Module):
 def inputs_of(task: Task, part: Any) -> tuple[Tensor, ...]:
     """Return the inputs of the model for this batch."""
     try:
-        task.loss(_Asking(), part)
-    except _Asked as asked:
+        task.loss(_InputCapture(), part)
+    except _InputsCaptured as asked:
         if all(isinstance(value, Tensor) for value in asked.inputs):
             return asked.inputs
     except (AttributeError, TypeError) as error:

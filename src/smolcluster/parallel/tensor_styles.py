@@ -34,11 +34,11 @@ def table_of(model: nn.Module, size: int) -> TensorStyles:
             f"{type(model).__name__} cannot be shared out by tensors: it has no tensor_styles(), "
             "a table of module names and styles; use fsdp or pipeline, or write one as in models/gpt_tensor.py"
         )
-    said = model.tensor_styles()
-    for what, number in said["must_divide"].items():
+    table = model.tensor_styles()
+    for what, number in table["must_divide"].items():
         if number % size:
             raise UserError(f"tp = {size} does not divide {number} {what}; try {divisors(number)}")
-    return said
+    return table
 
 
 def check_sequence(batch: Any, size: int) -> None:
@@ -54,11 +54,11 @@ def shared_shapes(model: nn.Module, part: Shapes, size: int) -> Shapes:
     """Return the shapes of these parameters on the first rank."""
     if size == 1:
         return part
-    said = table_of(model, size)
+    table = table_of(model, size)
     found: Shapes = {}
     for name, shape in part.items():
         module = name.removesuffix(COPY).rpartition(".")[0]
-        style = next((s for p, s in said["styles"].items() if fnmatch.fnmatchcase(module, p)), "")
+        style = next((s for p, s in table["styles"].items() if fnmatch.fnmatchcase(module, p)), "")
         dim = {"columns": 0, "vocabulary": 0, "vocabulary head": 0, "rows": 1}.get(style, len(shape))
         found[name] = tuple(-(-n // size) if d == dim else n for d, n in enumerate(shape))
     return found

@@ -89,5 +89,5 @@ def cost_of_stage(
 
 def _bytes_in(dtype: str | None, own: int, *, otherwise: int) -> int:
     """Return the bytes of a number of `own` bytes after rounding to `dtype`; fp32 does not round."""
-    said = otherwise if dtype is None else DTYPES[dtype].itemsize
-    return own if said == 4 else min(own, said)
+    size = otherwise if dtype is None else DTYPES[dtype].itemsize
+    return own if size == 4 else min(own, size)

@@ -8,9 +8,10 @@ from dataclasses import replace
 from smolcluster.comm.mesh.backends import BackendRequest, agree, check_backend, gpu_for_nccl
 from smolcluster.compute.device import choose_device
 from smolcluster.config import dump
+from smolcluster.config.options import RoundOptions
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
-from smolcluster.engine.checks import check_enough_samples
+from smolcluster.engine.checks import check_balance, check_enough_samples
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.run_length import last_step
 from smolcluster.errors import UserError
@@ -27,6 +28,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     """Open the data and build the model on fake tensors, to report mistakes."""
     device = choose_device(config.training.device)
     options, ignored = read_options(config.strategy, plane=plane)
+    check_balance(config, options)
     strategy = find_strategy(config.strategy.name, plane, options)
     named = len(config.cluster.workers)
     nodes = [
@@ -71,6 +73,10 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     lines.extend(f"# {line}" for line in describe_memory(workload, plane))
     lines.append(f"# {describe_traffic(cost)}")
     lines.append(f"# {steps:,} steps of {sum(counts):,} samples")
+    if isinstance(options, RoundOptions) and options.equal_time:
+        lines[-1] += (
+            f" where machines are alike; {options.steps_per_round} steps in a round are those of the usual machine"
+        )
     lines.append(f"# run directory: {run_dir.path}")
     return "\n".join(lines)
 

@@ -31,6 +31,7 @@ from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 
 WAYS = (Activations(), Activations(True, False), Activations(False, True))
+UNPICKED = "strategy.preset is picked by the measured link when the run begins; shown without one"
 EstimateRank = Callable[[Choice, int, Sequence[Activations]], MemoryEstimate]
 
 
@@ -167,6 +168,8 @@ def forecast(
             seats = _elastic_seats(workload, run, ways, ask)
         else:
             seats = _mesh_seats(choice, run, ways, ask, every_seat)
+        if run.options.picks_preset:
+            seats = [dataclasses.replace(seat, note=f"{seat.note}; {UNPICKED}".lstrip("; ")) for seat in seats]
         return Forecast(choice=choice, seats=seats, costs=run.placement.costs)
     except UserError as error:
         return Forecast(choice=choice, cannot=str(error))

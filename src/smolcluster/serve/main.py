@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.addresses import dial_address, is_loopback, own_host, split_address
 from smolcluster.comm.elastic.transport.security import Keyring, check_bind, check_dial, load_keyring
-from smolcluster.comm.elastic.transport.sockets import own_host, split_address
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.compute.device import choose_device
 from smolcluster.compute.memory import parse_size
@@ -201,8 +200,9 @@ def _front(
             raise
         host, port = listen[0], front.address.rpartition(":")[2]
         arguments = _stage_arguments(options, source, host, token=keyring is not None)
-        local = f"127.0.0.1:{port}" if host in ("0.0.0.0", "::") else front.address
-        children = LocalStages(local, shape.workers, gave_up=front.note_problem, options=arguments)
+        children = LocalStages(
+            dial_address(host, int(port)), shape.workers, gave_up=front.note_problem, options=arguments
+        )
         stack.callback(children.close)
         stack.callback(front.close)  # first: it sends STOP
         stack.callback(children.stop_restarting)
@@ -246,7 +246,6 @@ def service_limits(options: ServeOptions) -> ServiceLimits:
 
 
 def load_in_process(model: str, device: str | None) -> InProcessClient:
-    """Load a model in this process."""
     source, chosen = find_source(model), choose_device(device, asked_by="--device")
     text = source.text()
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
@@ -256,7 +255,6 @@ def load_in_process(model: str, device: str | None) -> InProcessClient:
 
 
 def client_model_name(model: str) -> str:
-    """Return the model name for clients."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-.") or "model"
 
 

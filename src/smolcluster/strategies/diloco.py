@@ -8,6 +8,9 @@
         mean  <- the mean over workers of what they sent, decoded in the order of ranks
         theta <- outer optimizer(theta, mean)                    SGD: rate `outer_lr`, `outer_momentum`, Nesterov
 
+With `inner_steps` auto (elastic plane) H is 30 on the worker of median speed, and on others as many as take as long. There a
+delta whose norm is far above the usual is clipped to it (`UsualNorm`).
+
 theta and the outer optimizer's state are bit-identical on all workers. The inner optimizer's state and m are local, and kept
 between rounds. Means are weighted by samples, or targets where the task counts them. beta is `feedback_decay`.
 
@@ -26,11 +29,15 @@ own part is the delta before it was encoded.
 
 Codecs: fp32 is all-reduced. Others are all-gathered, so that nothing is encoded twice: bf16, int8, int4, and blocktopk, where
 each worker sends the largest numbers of each block (SparseLoCo) and `average` is over the senders of a number, or over all.
+Above 8 workers each tensor has an owner, which encodes its mean again with an error feedback of its own and sends that to all:
+what a worker receives does not grow with their number. Elastic plane: `cluster.num_workers` decides, not who has come. Over
+nccl contributions are all-gathered by any number.
 
 Outer SGD with rate 1 and no momentum is federated averaging; with `inner_steps` 1 and plain inner SGD that is `single`.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters, or E of them encoded, on N workers:
-    fp32   2 (N-1)/N S / H           others   (N-1) E / H          at once: H / F times as much, but for the last round: H times
+    fp32   2 (N-1)/N S / H           others   (N-1) E / H           above 8 workers, of which one owns P   (E + (N-2) P) / H
+    at once: H / F times as much, but for the last round: H times                          with equal shares   2 (N-1)/N E / H
 Memory beside the model: theta, the outer momentum, the exchanged tensors, and m. Eager: w as the round began, and a momentum.
 
 Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023 (arXiv 2311.08105). Sarfi et al.,
@@ -48,12 +55,14 @@ import torch
 from torch import nn
 
 from smolcluster.comm.codecs import chosen_codec
-from smolcluster.comm.gathered_mean import GatheredMean
+from smolcluster.comm.encoded_sum import EncodedSum
+from smolcluster.comm.gathered_mean import MOST_GATHERED, GatheredMean
 from smolcluster.comm.rounds import Combination
 from smolcluster.compute.bare_optimizers import SGD
 from smolcluster.config.options import DiLoCoOptions
-from smolcluster.parallel.encoding import gathered_by_workers
+from smolcluster.parallel.encoding import gathered_by_workers, summed_by_workers
 from smolcluster.parallel.placement import Node, Placement, Shape
+from smolcluster.parallel.shards import owners
 from smolcluster.strategies.base.local_steps import LocalSteps
 
 
@@ -70,16 +79,24 @@ class DiLoCo(LocalSteps[DiLoCoOptions]):
         codec = chosen_codec(self.options)
         if codec.lossless:
             return super().combination(parameters)
-        return GatheredMean(
-            parameters,
-            self.context.fixed_group,
-            codec=codec,
-            decay=self.options.feedback_decay,
-            senders=codec.name == "blocktopk" and self.options.average == "senders",
-        )
+        group, decay = self.context.fixed_group, self.options.feedback_decay
+        senders = codec.name == "blocktopk" and self.options.average == "senders"
+        if self._recompresses:
+            return EncodedSum(parameters, group, codec=codec, deal=owners, num_slots=1, decay=decay, senders=senders)
+        return GatheredMean(parameters, group, codec=codec, decay=decay, senders=senders)
+
+    @property
+    def _recompresses(self) -> bool:
+        """Whether the mean is encoded again: alike on all workers and for the whole run, whoever comes and goes."""
+        group = self.context.fixed_group
+        if group is None:
+            return (self.context.config.cluster.num_workers or 1) > MOST_GATHERED
+        return group.size > MOST_GATHERED and group.device.type == "cpu"  # nccl has no messages out of order
 
     @classmethod
     def exchanged(cls, options: DiLoCoOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         if chosen_codec(options).lossless:
             return super().exchanged(options, nodes, shape)
+        if len(nodes) > MOST_GATHERED:
+            return summed_by_workers(options, nodes, shape, rounds=1, encoded=True)
         return gathered_by_workers(options, nodes, shape)

@@ -47,7 +47,8 @@ def find_strategy(name: str, plane: str | None = None, options: Options | None =
 
 
 def read_options(section: StrategyConfig, *, plane: str | None = None) -> tuple[Options, list[str]]:
-    """Return the strategy's options from the section, and the names of set keys that it does not use on this plane."""
+    """Return the strategy's options from the section, and the names of set keys that have no effect on this plane or
+    beside the other options."""
     record = record_of(section.name)
     options_class = record.options_on(plane or record.planes[0]) or find_strategy(section.name, plane).Config
     given, known = section.given(), options_class.on(plane)
@@ -61,7 +62,7 @@ def read_options(section: StrategyConfig, *, plane: str | None = None) -> tuple[
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"strategy.{place} = {first['input']!r}: {first['msg']}") from error
-    return options, sorted(given.keys() - known.keys())
+    return options, sorted(given.keys() - known.keys() | given.keys() & options.without_effect())
 
 
 def not_used(name: str, plane: str, ignored: Sequence[str]) -> str:

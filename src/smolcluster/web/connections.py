@@ -1,5 +1,6 @@
 """Timeouts and limits for connections: an asyncio protocol around uvicorn's, and an ASGI middleware.
 
+    bytes that are not HTTP                        400, in the server's own error body, and closed
     no complete request head within `request_s`    closed
     body still arriving after the answer           closed `linger_s` after the answer
     answer not taken                               closed after `write_s` without progress
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from smolcluster.web.guard import App, Message, Receive, Scope, Send, answer, hardened
+from smolcluster.web.guard import HEADERS, App, Message, Receive, Scope, Send, answer, hardened
 from smolcluster.web.streams import WRITE_S
 
 _AHEAD_BYTES = 64 << 10  # of requests after the one being answered
@@ -46,7 +47,7 @@ class ConnectionGate:
     """All connections of a server. Its `protocol` is uvicorn's `http`; itself it is the ASGI application."""
 
     def __init__(self, app: App, limits: HttpLimits, error_body: Callable[[int, str], tuple[str, bytes]]) -> None:
-        self._app, self.limits, self._error_body = app, limits, error_body
+        self._app, self.limits, self.error_body = app, limits, error_body
         self.open: set[_Connection] = set()
         self._by_client: dict[Any, _Connection] = {}
 
@@ -84,7 +85,7 @@ class ConnectionGate:
             return
         if connection.refused:
             headers = {"retry-after": "5", "connection": "close"}
-            body = self._error_body(503, "too many connections; try again in a few seconds")
+            body = self.error_body(503, "too many connections; try again in a few seconds")
             await answer(503, *body, headers=headers, send=hardened(send))
             return
         names = dict(scope["headers"])
@@ -107,6 +108,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, gate: ConnectionGate, inner: Any) -> None:
         self._gate, self._limits, self._inner = gate, gate.limits, inner
+        inner.send_400_response = self._answer_400
         self._loop = asyncio.get_running_loop()
         self.phase, self.since, self.refused = _Phase.NEW, self._loop.time(), False
         self._requests = 0
@@ -186,6 +188,17 @@ class _Connection(asyncio.Protocol):
                 self._inner.data_received(data)
             except Exception:  # noqa: BLE001 - not HTTP, after an answer has begun
                 self.abort()
+
+    def _answer_400(self, message: str) -> None:
+        """Called by uvicorn for bytes that are not HTTP. h11 raises where an answer has begun."""
+        import h11
+
+        kind, body = self._gate.error_body(400, message)
+        fields = HEADERS | {"content-type": kind, "content-length": str(len(body)), "connection": "close"}
+        head = h11.Response(status_code=400, headers=list(fields.items()), reason=b"Bad Request")
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self._transport.write(self._inner.conn.send(event))
+        self._transport.close()
 
     def pause_reading(self) -> None:
         """Called by uvicorn while another request waits. Reading continues for a while, to notice a closed connection."""

@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.e2e.command import Ended, Running, Smol, eventually
+from tests.e2e.command import Ended, Running, Smol
+from tests.places import eventually, free_port
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 TINY = {
@@ -36,13 +37,6 @@ def skip_without_sshd() -> None:
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed (Debian: {package})")
     pytest.importorskip("asyncssh")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def make_key(path: Path) -> Path:

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 from benchmarks.network import check_possible, hosts
-from tests.e2e.command import TINY, Smol, eventually, read_rows
-from tests.e2e.launch.sshd import Box, Lab, free_port, lab, make_key
+from tests.e2e.command import TINY, Smol, read_rows
+from tests.e2e.launch.sshd import Box, Lab, lab, make_key
 from tests.e2e.train.test_bad_input import small_disk
+from tests.places import eventually, free_port
 
 from smolcluster.errors import UserError
 
@@ -210,12 +211,7 @@ def test_on_this_machine_alone(smol: Smol, tmp_path: Path) -> None:
     with lab(smol, tmp_path) as made:
         environment = {"TMUX_TMPDIR": str(tmp_path)}
         said = (
-            "--strategy",
-            "edp",
-            "--workers",
-            "2",
-            "--steps",
-            "5",
+            *("--strategy", "edp", "--workers", "2", "--steps", "5"),
             "--override",
             f"cluster.port={free_port()}",
             *TINY,

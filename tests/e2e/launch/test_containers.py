@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.e2e.command import TINY, Process, Smol, children, eventually, read_rows, read_summary
+from tests.e2e.command import TINY, Process, Smol, children, read_rows, read_summary
+from tests.places import eventually
 
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.engine.elastic.history import check, read

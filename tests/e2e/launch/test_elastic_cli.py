@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.e2e.command import TINY, Beside, Ended, Process, Running, Smol, children, eventually, read_rows, read_summary
+from tests.e2e.command import TINY, Beside, Ended, Process, Running, Smol, children, read_rows, read_summary
+from tests.places import eventually, free_port
 
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.launch.cluster import keeper
@@ -31,18 +32,6 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 # Workers that count as one: the same weights, however often they were interrupted.
 EXACT = (*TINY, "training.checkpoint_steps=4", "training.eval_steps=4", "strategy.worker_update_interval=1")
 ALONE = "cluster.standby=false"  # saves a process where nobody kills the server
-# Makes the import of torch an error in every process but a server or worker.
-GUARD = """
-import sys
-
-class Guard:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch" or name.startswith("torch."):
-            raise AssertionError("the launcher imports torch")
-
-if "smolcluster.engine.process.warm_elastic" not in sys.orig_argv:
-    sys.meta_path.insert(0, Guard())
-"""
 # Slow until somebody says go, so that a test can do what it likes in the middle of a run.
 TASKS = """
 import os, time
@@ -73,13 +62,6 @@ class Doomed(Gated):
         return super().model()
 """
 GATED = ("training.device=cpu", "training.batch_size=4", "logging.log_interval=1", "training.eval_steps=0")
-
-
-@pytest.fixture(scope="module")
-def guard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("guard")
-    (folder / "sitecustomize.py").write_text(GUARD, encoding="utf-8")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +138,6 @@ def _parents(pid: int) -> list[int]:
 
 def wait(running: Running, question: Callable[[], T | None], *, what: str) -> T:
     return running.until(question, what=what, within_s=PATIENCE_S)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.parametrize("command", ["server", "worker"])
@@ -293,7 +270,6 @@ def test_another_strategy_does_not_lose_what_is_only_in_the_journal(smol: Smol, 
     processes = [process_of(run_dir, seat) for seat in ("server", "worker-rank0")]
     first.process.kill()
     for process in processes:
-        assert process is not None
         process.kill()
     first.end(within_s=PATIENCE_S)
     other = ("--strategy", "allreduce", "--plane", "elastic", "--steps", "1000000")

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.network import Network, check_possible, hosts
-from tests.e2e.command import TINY, Running, Smol, children, eventually, read_rows
-from tests.e2e.launch.sshd import free_port
+from benchmarks.network import Network
+from tests.e2e.command import TINY, Running, Smol, children, read_rows
+from tests.places import eventually, free_port, separate_hosts
 
 from smolcluster.comm.elastic.transport.security import new_token
-from smolcluster.errors import UserError
 
 LISTEN = "0A"  # the state in /proc/net/tcp
 FOREVER = ("--steps", "1000000", "--run-dir", "run", "--override", *TINY)
@@ -32,11 +31,7 @@ for port in sys.argv[2:]:
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    try:
-        check_possible()
-    except UserError as error:
-        pytest.skip(str(error))
-    with hosts(2, rate=None) as network:
+    with separate_hosts(2) as network:
         yield network
 
 
@@ -87,7 +82,6 @@ def test_a_port_that_is_open_to_all_is_found(network: Network) -> None:
     )
     process = network.popen(0, [sys.executable, "-c", serve], stdout=subprocess.PIPE)
     try:
-        assert process.stdout is not None
         port = int(process.stdout.readline())
         ports = listening(process.pid)
         assert len(ports) == 2

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.e2e.command import TINY, Smol, eventually, read_rows, read_summary
+from tests.e2e.command import TINY, Smol, read_rows, read_summary
+from tests.places import eventually, free_ports
 
 from smolcluster.engine.elastic.history import check, read
 
@@ -104,19 +105,6 @@ class Cluster:
         return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports in a row that nobody listens on, below those that the system gives out."""
-    for first in range(17000, 30000, count):
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-        return list(range(first, first + count))
-    raise AssertionError("no free ports")
-
-
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("slurm")
@@ -124,7 +112,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Clu
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    port, first, last = free_ports(3)
+    port = free_ports(3)
+    first, last = port + 1, port + 2
     host = socket.gethostname().partition(".")[0]
     config = folder / "slurm.conf"
     config.write_text(CONFIG.format(host=host, port=port, folder=folder, nodes=NODES, first=first, last=last))
@@ -166,7 +155,7 @@ def daemon(folder: Path, env: dict[str, str], *words: str) -> Iterator[None]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(300)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -190,7 +179,6 @@ def submit(smol: Smol, slurm: Cluster, name: str, strategy: str) -> str:
         env=slurm.env,
     ).ok()
     number = re.search(r"Submitted batch job (\d+)", ended.out)
-    assert number is not None
     return number[1]
 
 

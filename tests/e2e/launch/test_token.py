@@ -44,7 +44,7 @@ class Machine:
             input=given,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         return Ended(ended.returncode, ended.stdout, ended.stderr)

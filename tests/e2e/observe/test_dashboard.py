@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 from tests.dashboard_client import Viewer, get
-from tests.e2e.browser import CHROMIUM, PATIENCE_MS, chromium, pages, until
-from tests.e2e.command import TINY, Running, Smol, eventually, read_rows
+from tests.e2e.browser import CHROMIUM, chromium, lone_page, pages, until
+from tests.e2e.command import TINY, Running, Smol, read_rows
+from tests.places import at_most, eventually
 from tests.server_thread import served
 from tests.unit.run_folder import T0, aged, append, configure, log, row
 from tests.world import TASKS
@@ -100,6 +101,12 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
+def lone(browser: Any) -> Iterator[Any]:
+    with lone_page(browser) as page:
+        yield page
+
+
+@pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     with pages(browser) as opened:
         yield opened
@@ -144,7 +151,7 @@ class TestARunThatTrains:
         assert all(re.search(r"[kM]?B/s|–", rate) for rate in rates)  # noqa: RUF001 - the dash of what is not known
 
     def test_a_killed_worker_shows_within_three_seconds(
-        self, training: Running, url: str, folder: Path, open_page: Callable[..., Any], slower: Callable[[], float]
+        self, training: Running, url: str, folder: Path, open_page: Callable[..., Any]
     ) -> None:
         page = open_page(f"{url}#/live/overview")
         page.wait_for_selector("#machines .machine[data-rank='1'][data-state='training']")
@@ -154,7 +161,7 @@ class TestARunThatTrains:
         killed = time.monotonic()
         until(page, f"{lost} > {before}")
         took_s = time.monotonic() - killed
-        assert took_s <= WITHIN_S * slower()
+        assert took_s <= at_most(WITHIN_S)
         print(f"\na killed worker was on the page after {took_s:.2f} s")
         until(page, "document.querySelector('#events').innerText.includes('worker 1 is gone')")
         until(page, "document.querySelector('#events').innerText.includes('worker 1: killed (SIGKILL)')")
@@ -176,10 +183,9 @@ class TestARunThatTrains:
         assert page.evaluate(cells)[1:4] == ["training", "edp", "2"]
 
     def test_a_page_says_that_its_server_is_gone_and_goes_on_when_it_is_back(
-        self, training: Running, smol: Smol, folder: Path, browser: Any
+        self, training: Running, smol: Smol, folder: Path, lone: Any
     ) -> None:
-        context = browser.new_context()
-        page = context.new_page()
+        page = lone
         with dashboard(smol, folder) as address:
             page.goto(f"{address}#/live/overview")
             until(page, "document.querySelector('#line').textContent === 'live'")
@@ -188,7 +194,6 @@ class TestARunThatTrains:
         with dashboard(smol, folder, port=address.split(":")[2].rstrip("/")):
             until(page, "document.querySelector('#line').textContent === 'live'")
             page.goto("about:blank")
-        context.close()
 
 
 # Runs that have ended
@@ -391,14 +396,12 @@ def test_the_bar_of_a_silent_machine_ends_where_it_was_heard(
     assert page.inner_text("#runs tr[aria-current] .pill") == "silent"
 
 
-def test_a_run_that_was_named_does_not_wait_for_the_list_of_all(url: str, browser: Any) -> None:
-    context = browser.new_context()
-    page = context.new_page()
+def test_a_run_that_was_named_does_not_wait_for_the_list_of_all(url: str, lone: Any) -> None:
+    page = lone
     page.route("**/api/runs", lambda _: None)  # never answered
     page.goto(f"{url}#/ended-a/overview")
     until(page, "document.querySelector('#status').textContent === 'finished'")
     page.wait_for_selector("#machines .machine")
-    context.close()
 
 
 @contextlib.contextmanager
@@ -587,7 +590,7 @@ def test_fifty_viewers_get_the_same(url: str, folder: Path) -> None:
         for step in range(2, 6):
             append(run / "metrics.jsonl", row(step, 0), row(step, 1))
         (run / "summary.json").write_text(json.dumps({"status": "finished", "finished": time.time()}))
-        events = [future.result(60) for future in waiting]
+        events = [future.result(300) for future in waiting]
     assert all(event == events[0] for event in events)
     assert events[0][2]["summary"]["status"] == "finished"
     for viewer in viewers:
@@ -665,9 +668,8 @@ def elsewhere() -> Iterator[str]:
         thread.join()
 
 
-def test_a_page_from_elsewhere_gets_nothing(url: str, browser: Any, elsewhere: str) -> None:
-    context = browser.new_context()
-    page = context.new_page()
+def test_a_page_from_elsewhere_gets_nothing(url: str, lone: Any, elsewhere: str) -> None:
+    page = lone
     page.goto(elsewhere)
     tried = page.evaluate(ATTEMPTS, url)
     # A blind request is sent, but its answer is a refusal that the page cannot read; all others fail openly.
@@ -681,29 +683,24 @@ def test_a_page_from_elsewhere_gets_nothing(url: str, browser: Any, elsewhere: s
     )
     eventually(lambda: len(page.frames) > 1, what="a frame")
     assert "smolcluster" not in page.frames[1].content()
-    context.close()
 
 
-def test_a_name_that_was_rebound_is_refused(url: str, browser: Any) -> None:
-    context = browser.new_context()
-    page = context.new_page()
+def test_a_name_that_was_rebound_is_refused(url: str, lone: Any) -> None:
+    page = lone
     port = url.split(":")[2]
     for path in ("", "api/runs", "static/app.js"):
         answer = page.goto(f"http://rebound.example:{port}{path}")
         assert answer.status == 421
         assert "smolcluster dashboard --allow-host" in answer.text()
-    context.close()
     for verb in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
         assert get(int(port.rstrip("/")), "/api/runs", verb)[0] == 405
 
 
-def test_with_a_token_the_address_opens_it_once(smol: Smol, folder: Path, browser: Any) -> None:
+def test_with_a_token_the_address_opens_it_once(smol: Smol, folder: Path, lone: Any) -> None:
+    page = lone
     with dashboard(smol, folder, "--token", "a-token-for-the-test") as address:
         assert address.endswith("#token=a-token-for-the-test")
         plain = address.partition("#")[0]
-        context = browser.new_context()
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE_MS)
         page.goto(plain)
         page.wait_for_selector("#notice input[type=password]")
         page.fill("#notice input", "wrong-token-wrong-token")
@@ -712,9 +709,8 @@ def test_with_a_token_the_address_opens_it_once(smol: Smol, folder: Path, browse
         page.goto(address)  # put into the address bar of the page that asks for it
         until(page, "document.querySelectorAll('#run option').length > 1")
         assert "token" not in page.url  # not left in the address bar
-        (cookie,) = context.cookies()
+        (cookie,) = page.context.cookies()
         assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
         page.goto("about:blank")
         page.goto(f"{plain}#/ended-a/overview")  # the cookie is enough, for the stream too
         until(page, "document.querySelector('#status').textContent === 'finished'")
-        context.close()

@@ -11,31 +11,18 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.e2e.command import TINY, Smol, read_rows
+from tests.places import free_ports
 from tests.world import run_world
 
 from smolcluster.launch.logstack import packaged
 from smolcluster.observe.events import Notice
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
-
-
-def free_ports(count: int) -> int:
-    """The first of so many in a row that nobody has."""
-    for first in range(21000, 60000, count):
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-                return first
-            except OSError:
-                continue
-    raise AssertionError("no ports")
 
 
 class Prometheus:
@@ -85,7 +72,7 @@ class Prometheus:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(300)
         self._output.close()
 
 

@@ -18,7 +18,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -105,21 +105,7 @@ class Fake:
         """As it was in the beginning, at the same address."""
         self.go.set()  # whoever is held back may go
         fresh = Fake()
-        for name in (
-            "words",
-            "pace_s",
-            "hold_at",
-            "next",
-            "bodies",
-            "left",
-            "key",
-            "models",
-            "state",
-            "finish",
-            "go",
-            "chat",
-            "openings",
-        ):
+        for name in {each.name for each in fields(self)} - {"url", "_cookie", "_ended"}:
             setattr(self, name, getattr(fresh, name))
 
     def tell(self, **changes: Any) -> None:
@@ -292,12 +278,12 @@ def serving(fake: Fake, *, port: int = 0) -> Iterator[Fake]:
     thread = threading.Thread(target=lambda: asyncio.run(run()), name="fake-chat")
     thread.start()
     try:
-        assert started.wait(20)
+        assert started.wait(300)
         yield fake
     finally:
         fake._ended = True
         fake.go.set()
         server.should_exit = True
-        thread.join(20)
+        thread.join(300)
         listener.close()
         fake._ended = False

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.browser import CHROMIUM, PATIENCE_MS, chromium, pages, until
-from tests.e2e.command import eventually
+from tests.e2e.browser import CHROMIUM, chromium, lone_page, pages, until
 from tests.e2e.serve.fake_chat import (
     STATIC,
     STORY,
@@ -27,6 +26,7 @@ from tests.e2e.serve.fake_chat import (
     serving,
     three_stages,
 )
+from tests.places import eventually
 from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
 
@@ -57,6 +57,12 @@ def fake(server: Fake) -> Fake:
 def browser() -> Iterator[Any]:
     with chromium() as started:
         yield started
+
+
+@pytest.fixture
+def lone(browser: Any) -> Iterator[Any]:
+    with lone_page(browser) as page:
+        yield page
 
 
 @pytest.fixture
@@ -170,13 +176,8 @@ def test_stop_keeps_what_has_come_and_frees_the_server(fake: Fake, open_page: Ca
     fake.hold_at = None
     ask(page, "and now?")
     until(page, f"{ANSWER}.includes('That is all')")
-    assert [m["content"][:13] for m in fake.bodies[2]["messages"]] == [
-        "stopped by #s",
-        "Here is a **s",
-        "stopped by Es",
-        "Here is a **s",
-        "and now?",
-    ]
+    asked = [m["content"][:13] for m in fake.bodies[2]["messages"]]
+    assert asked == ["stopped by #s", "Here is a **s", "stopped by Es", "Here is a **s", "and now?"]
 
 
 def test_retry_and_edit(fake: Fake, open_page: Callable[..., Any]) -> None:
@@ -267,15 +268,9 @@ def test_settings_reach_the_request(fake: Fake, open_page: Callable[..., Any]) -
     assert page.get_attribute("#set-temperature", "placeholder") == "0.8"  # what /config says
     page.fill("#system", "Answer in rhyme.")
     page.select_option("#model", "other")
-    for name, value in {
-        "temperature": "0.35",
-        "top_p": "0.9",
-        "top_k": "40",
-        "max_tokens": "999999",
-        "seed": "7",
-    }.items():
+    settings = {"temperature": "0.35", "top_p": "0.9", "top_k": "40", "max_tokens": "999999", "seed": "7"}
+    for name, value in (settings | {"repetition_penalty": "1.2"}).items():
         page.fill(f"#set-{name}", value)
-    page.fill("#set-repetition_penalty", "1.2")
     page.keyboard.press("Tab")
     ask(page)
     until(page, DONE)
@@ -468,10 +463,8 @@ def test_a_refusal_is_a_sentence(fake: Fake, open_page: Callable[..., Any]) -> N
     page.keyboard.press("Escape")
 
 
-def test_the_server_goes_and_comes_back(browser: Any) -> None:
-    context = browser.new_context()
-    page = context.new_page()
-    page.set_default_timeout(PATIENCE_MS)
+def test_the_server_goes_and_comes_back(lone: Any) -> None:
+    page = lone
     with serving(Fake()) as fake:
         page.goto(fake.url)
         ready(page)
@@ -482,7 +475,6 @@ def test_the_server_goes_and_comes_back(browser: Any) -> None:
         page.click("#failure button")
         until(page, f"{ANSWER}.includes('That is all')")
         ready(page)
-        context.close()
 
 
 def test_a_key_is_asked_for(fake: Fake, open_page: Callable[..., Any]) -> None:
@@ -502,12 +494,14 @@ def test_a_key_is_asked_for(fake: Fake, open_page: Callable[..., Any]) -> None:
     assert fake.key not in page.url
     page = open_page("/#key=%")  # half of a code: no key at all
     page.wait_for_selector("#notice input[type=password]")
+    page.goto(f"{fake.url}/#key={fake.key}")  # the page stays: only what is behind the # is another
+    ready(page)
+    assert fake.key not in page.url
+    assert page.is_hidden("#notice")
 
 
-def test_a_server_that_is_back_may_have_another_model(browser: Any) -> None:
-    context = browser.new_context()
-    page = context.new_page()
-    page.set_default_timeout(PATIENCE_MS)
+def test_a_server_that_is_back_may_have_another_model(lone: Any) -> None:
+    page = lone
     with serving(Fake()) as fake:
         page.goto(fake.url)
         ready(page)
@@ -517,17 +511,6 @@ def test_a_server_that_is_back_may_have_another_model(browser: Any) -> None:
         ask(page)
         until(page, DONE)
         assert fake.bodies[0]["model"] == "other"
-        context.close()
-
-
-def test_a_key_in_the_address_of_an_open_page(fake: Fake, open_page: Callable[..., Any]) -> None:
-    fake.key = "a-key-for-the-test"
-    page = open_page()
-    page.wait_for_selector("#notice input[type=password]")
-    page.goto(f"{fake.url}/#key={fake.key}")  # the page stays: only what is behind the # is another
-    ready(page)
-    assert fake.key not in page.url
-    assert page.is_hidden("#notice")
 
 
 def test_a_key_is_for_the_question_that_needed_it(fake: Fake, open_page: Callable[..., Any]) -> None:
@@ -652,13 +635,10 @@ def test_without_motion_nothing_moves(fake: Fake, open_page: Callable[..., Any])
 # The service itself
 
 
-def test_before_the_real_service(browser: Any) -> None:
+def test_before_the_real_service(lone: Any) -> None:
     """Nothing that the page sends is refused, and what the service sends is understood; with a key, as beyond loopback."""
     key = "a-key-for-the-test"
-    context = browser.new_context()
-    page = context.new_page()
-    page.set_default_timeout(PATIENCE_MS)
-    engine = ScriptedEngine()
+    page, engine = lone, ScriptedEngine()
     with scripted(engine, place={"static": STATIC, "key": key}) as port:
         page.goto(f"http://127.0.0.1:{port}/#key={key}")
         ready(page)
@@ -688,7 +668,6 @@ def test_before_the_real_service(browser: Any) -> None:
         page.click("#failure button")
         until(page, "document.querySelector('#failure').textContent.includes('The machines are lost.')")
         assert page.inner_text("article.assistant:last-of-type .markdown") == "The quick"
-        context.close()
 
 
 # Markdown
@@ -704,12 +683,9 @@ DRAW = """async (source) => {
 @pytest.fixture(scope="module")
 def drawing(server: Fake, browser: Any) -> Iterator[Any]:
     """A page to draw on."""
-    context = browser.new_context()
-    page = context.new_page()
-    page.set_default_timeout(PATIENCE_MS)
-    page.goto(server.url)
-    yield page
-    context.close()
+    with lone_page(browser) as page:
+        page.goto(server.url)
+        yield page
 
 
 def item(*inside: str) -> str:

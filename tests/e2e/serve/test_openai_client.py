@@ -23,7 +23,7 @@ def served() -> Iterator[tuple[ScriptedEngine, int, Any]]:
     engine = ScriptedEngine()
     with serving(engine, place={"key": KEY}, body_bytes=100_000) as port:
         address = f"http://127.0.0.1:{port}/v1"
-        with openai.OpenAI(base_url=address, api_key=KEY, max_retries=0, timeout=20) as client:
+        with openai.OpenAI(base_url=address, api_key=KEY, max_retries=0, timeout=300) as client:
             yield engine, port, client
 
 
@@ -90,7 +90,7 @@ def test_a_stream_that_is_left_frees_its_place(client: Any, engine: ScriptedEngi
     next(stream)
     assert engine.open == 1
     stream.close()
-    assert engine.freed.acquire(timeout=30)
+    assert engine.freed.acquire(timeout=300)
 
 
 def test_stop(client: Any, engine: ScriptedEngine) -> None:

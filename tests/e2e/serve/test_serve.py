@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 from benchmarks.network import check_possible, hosts
-from tests.e2e.command import TINY, Running, Smol, children, eventually
-from tests.e2e.launch.sshd import free_port
+from tests.e2e.command import TINY, Running, Smol, children
+from tests.places import eventually, free_port
 
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.errors import UserError
@@ -74,7 +74,7 @@ def served(smol: Smol, run: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def post(url: str, body: dict[str, Any]) -> Any:
     wanted = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(wanted, timeout=60) as answer:
+    with urllib.request.urlopen(wanted, timeout=300) as answer:
         return json.load(answer)
 
 
@@ -99,7 +99,7 @@ def test_generate_and_chat_in_a_pipe(served: str, expected: str, smol: Smol, tmp
         text=True,
         env=smol.env,
         cwd=tmp_path,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert asked.returncode == 0, asked.stderr
@@ -140,7 +140,7 @@ def test_whoever_asks_while_it_loads_is_told_so_and_it_can_be_ended_then(smol: S
     stage.kill(signal.SIGSTOP)
     for path, body in (("/health", None), ("/v1/completions", {"prompt": "The "})):
         with pytest.raises(urllib.error.HTTPError) as refused:
-            post(url + path, body) if body else urllib.request.urlopen(url + path, timeout=60)
+            post(url + path, body) if body else urllib.request.urlopen(url + path, timeout=300)
         with contextlib.closing(refused.value) as answer:
             assert answer.code == 503
             assert int(answer.headers["Retry-After"]) > 0
@@ -173,7 +173,7 @@ def test_a_stream_over_http_goes_on_when_its_stage_is_killed(smol: Smol, tmp_pat
                 continue
             pieces.append(json.loads(line[6:])["choices"][0]["text"])
             if len(pieces) in (1, 60):  # two of the three: one of them holds layers
-                with urllib.request.urlopen(f"{url}/metrics", timeout=30) as told:
+                with urllib.request.urlopen(f"{url}/metrics", timeout=300) as told:
                     assert b"smolcluster_serve_running 1" in told.read(), "it was over before it could be disturbed"
                 stages.pop().kill()
     assert "".join(pieces) == expected
@@ -183,7 +183,7 @@ def test_a_stream_over_http_goes_on_when_its_stage_is_killed(smol: Smol, tmp_pat
 
 
 def _state(url: str) -> Any:
-    with urllib.request.urlopen(f"{url}/config", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/config", timeout=300) as answer:
         return json.load(answer)
 
 
@@ -289,7 +289,7 @@ def test_a_stage_that_is_refused_ends_and_one_that_is_not_hears_of_the_end(
     own = free_port()
     stage = smol.start("stage", "--server", server, "--device", "cpu", "--port", str(own), cwd=tmp_path, env=token)
     assert eventually(lambda: ready(url), what="the stage to join")
-    with socket.create_connection(("127.0.0.1", own), timeout=30):
+    with socket.create_connection(("127.0.0.1", own), timeout=300):
         pass
     other = ("--device", "cpu", "--name", "b")
     hung_up = smol.start("stage", "--server", server, *other, cwd=tmp_path, env=token, python=in_a_terminal())
@@ -317,6 +317,6 @@ def test_a_token_on_this_machine_is_in_nobodys_way(
 
 
 def ready(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=300) as answer:
         return bool(json.load(answer)["ready"])
     return False

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.e2e.command import TINY, Beside, Ended, Smol, read_rows, read_summary
+from tests.places import free_port
 from tests.world import TASKS
 
 STEPS = 8
@@ -36,25 +37,6 @@ SUMMARY = (
 )
 # The same run in every test of this file, whoever starts its ranks.
 SETTINGS = (*TINY, "training.checkpoint_steps=4", "training.eval_steps=4")
-# Makes the import of torch an error in every process but a worker.
-GUARD = """
-import sys
-
-class Guard:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch" or name.startswith("torch."):
-            raise AssertionError("the launcher imports torch")
-
-if "smolcluster.engine.process.main" not in sys.orig_argv:
-    sys.meta_path.insert(0, Guard())
-"""
-
-
-@pytest.fixture(scope="module")
-def guard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("guard")
-    (folder / "sitecustomize.py").write_text(GUARD, encoding="utf-8")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 
 def is_plain(text: str) -> bool:
@@ -261,29 +243,18 @@ def test_a_pipe_gets_plain_lines(base: Run) -> None:
 # Ranks that somebody else starts
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def test_ranks_started_by_hand_train_the_same_weights(smol: Smol, base: Run, tmp_path: Path) -> None:
     """With the flags of the multi-node guide, which are other names for the keys that `base` was given."""
     guide = (
         *("--hidden-size", "32", "--layers", "1", "--attention-heads", "2", "--max-seq-length", "32"),
         *("--batch-size", "4", "--learning-rate", "0.003", "--gradient-clip-norm", "1.0", "--save-interval", "4"),
         *("--steps", str(STEPS), "--use-gradient-checkpointing", "--no-nccl"),
-        *(
-            "--override",
-            "training.eval_samples=8",
-            "training.eval_steps=4",
-            "training.device=cpu",
-            "logging.log_interval=1",
-            "logging.sample_tokens=8",
-        ),
+        *("--override", "training.eval_samples=8", "training.eval_steps=4", "training.device=cpu"),
+        *("logging.log_interval=1", "logging.sample_tokens=8"),
     )
-    place = ("--world-size", "2", "--master-port", free_port(), "--run-dir", "run")
+    place = ("--world-size", "2", "--master-port", str(free_port()), "--run-dir", "run")
     ranks = [smol.start("train", *place, "--rank", str(rank), *guide, cwd=tmp_path) for rank in (0, 1)]
-    ended = [rank.end(within_s=90).ok() for rank in ranks]
+    ended = [rank.end(within_s=300).ok() for rank in ranks]
     assert f"step {STEPS}/{STEPS}" in ended[0].out
     assert [each.err for each in ended] == ["", ""]
 
@@ -304,7 +275,7 @@ def test_torchrun_trains_the_same_weights(smol: Smol, base: Run, tmp_path: Path)
 
 
 def test_a_rank_that_died_before_it_saved_anything_begins_anew(smol: Smol, tmp_path: Path) -> None:
-    place = ("--world-size", "1", "--rank", "0", "--master-port", free_port(), "--run-dir", "run", "--resume", "auto")
+    place = f"--world-size 1 --rank 0 --master-port {free_port()} --run-dir run --resume auto".split()
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("")
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "rank": 0}\n')
@@ -313,7 +284,7 @@ def test_a_rank_that_died_before_it_saved_anything_begins_anew(smol: Smol, tmp_p
 
 
 def test_ranks_that_differ_are_told_apart(smol: Smol, tmp_path: Path) -> None:
-    port = free_port()
+    port = str(free_port())
     command = ("train", "--world-size", "2", "--master-port", port, "--steps", "2", "--run-dir", "run")
     # A rank that is refused must not run the destructors of its backend, which abort now and then: here they always would.
     (tmp_path / "site").mkdir()
@@ -327,7 +298,7 @@ def test_ranks_that_differ_are_told_apart(smol: Smol, tmp_path: Path) -> None:
         )
         for rank in (0, 1)
     ]
-    ended = [rank.end(within_s=90) for rank in ranks]
+    ended = [rank.end(within_s=300) for rank in ranks]
     expected = "training.learning_rate is 0.2 on rank 1 and 0.1 on rank 0; start all ranks alike"
     for rank in ended:
         assert (rank.status, rank.err) == (2, f"smolcluster: {expected}\n")
@@ -336,7 +307,7 @@ def test_ranks_that_differ_are_told_apart(smol: Smol, tmp_path: Path) -> None:
 
 def test_the_file_of_a_task_may_be_in_another_folder_on_each_machine(smol: Smol, tmp_path: Path) -> None:
     def train(*, alike: bool) -> list[Ended]:
-        port, ranks = free_port(), []
+        port, ranks = str(free_port()), []
         for rank in (0, 1):
             folder = tmp_path / f"host-{rank}"
             folder.mkdir(exist_ok=True)
@@ -453,7 +424,7 @@ def on_a_terminal(smol: Smol, *arguments: str, cwd: Path, **env: str) -> str:
         with contextlib.suppress(OSError):  # how Linux says that nobody has the other end any more
             while block := os.read(master, 65536):
                 written += block
-        assert process.wait(60) == 0, written.decode()
+        assert process.wait(300) == 0, written.decode()
     finally:
         os.close(master)
     return written.decode(errors="replace")

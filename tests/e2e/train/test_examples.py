@@ -32,7 +32,6 @@ def test_a_task_of_your_own_fits_on_a_screen() -> None:
 def test_my_task_as_its_docstring_says(smol: Smol, tmp_path: Path) -> None:
     source = (EXAMPLES / "my_task.py").read_text(encoding="utf-8")
     match = re.search(r"^ *smolcluster (train .+)$", ast.get_docstring(ast.parse(source)) or "", flags=re.MULTILINE)
-    assert match is not None
     arguments = match[1].replace("examples/", f"{EXAMPLES}/").split()
     ended = smol.run(*arguments, cwd=tmp_path).ok()
     (run_dir,) = (tmp_path / "runs").iterdir()

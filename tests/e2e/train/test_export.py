@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.e2e.command import TINY, Ended, Smol
 
 from smolcluster.cli import main
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 from smolcluster.models.hugging_face import load
 
 LLAMA = ("model.position=rotary", "model.norm=rmsnorm", "model.activation=swiglu", "model.num_kv_heads=1")

@@ -37,7 +37,7 @@ def test_a_script_without_a_main_guard_does_not_multiply(tmp_path: Path) -> None
     """Each worker imports the script to find the task; the call in it must not start workers again."""
     (tmp_path / "script.py").write_text(UNGUARDED, encoding="utf-8")
     ended = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 1
     assert 'if __name__ == "__main__":' in ended.stderr
@@ -49,7 +49,7 @@ def test_a_guarded_class_trains(tmp_path: Path) -> None:
     guarded = UNGUARDED.replace("smolcluster.train(", 'if __name__ == "__main__":\n    smolcluster.train(')
     (tmp_path / "script.py").write_text(guarded, encoding="utf-8")
     ended = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert "finished: allreduce, 2 workers, 2 steps" in ended.stdout
@@ -90,7 +90,6 @@ def test_a_mistake_in_a_task_is_told(tmp_path: Path, task: str, message: str) ->
     world = run_world(1, tmp_path / "run", COMMON, task=task, strategy="single")
     assert world.ranks[0].status == 2
     failed = world.ranks[0].failed
-    assert failed is not None
     assert re.search(message, failed.message)
 
 
@@ -114,7 +113,6 @@ def test_an_edited_state_is_refused(tmp_path: Path, change: dict[str, Any]) -> N
     again = run_world(1, tmp_path / "again", COMMON, task="Tiny", strategy="single", resume=edited)
     assert again.ranks[0].status == 2
     failed = again.ranks[0].failed
-    assert failed is not None
     assert "is not what this version writes" in failed.message
 
 
@@ -141,7 +139,6 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path, saved: dict[s
     )
     for rank in again.ranks:
         assert rank.status == 2
-        assert rank.failed is not None
         assert re.search(said, rank.failed.message)
 
 
@@ -152,7 +149,7 @@ def test_samples_add_up_after_a_change_of_workers(tmp_path: Path) -> None:
     assert two.summary["samples"] == 3 * 15 + 3 * 16
     assert two.summary["steps"] == 6
     told = [e.message for e in two.ranks[0].events if type(e).__name__ == "Notice"]
-    assert "a step reads 16 samples, and before the checkpoint it read 15" in told
+    assert "the global batch is 16 samples; it was 15 before the checkpoint" in told
 
 
 def test_an_impossible_port_in_the_environment(smol: Smol, tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.network import Network, check_possible, hosts
+from benchmarks.network import Network
 from safetensors.torch import load_file
-from tests.e2e.command import Smol, children, eventually, read_rows, read_summary
+from tests.e2e.command import Smol, children, read_rows, read_summary
+from tests.places import eventually, separate_hosts
 from tests.world import TASKS, run_world
 
 from smolcluster.comm.elastic.transport.security import new_token
-from smolcluster.errors import UserError
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc"),
@@ -84,11 +84,7 @@ def test_mistakes_are_told_before_anything_starts(smol: Smol, folder: Path) -> N
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        check_possible()
-    except UserError as error:
-        pytest.skip(str(error))
-    with hosts(3, rate=None) as network:
+    with separate_hosts(3) as network:
         yield network
 
 
@@ -211,9 +207,9 @@ def test_a_machine_that_is_stopped_leaves_and_the_others_go_on(cluster: Cluster,
         scripted(cluster, host, script, "1:2", where)
     eventually((script / "up").exists, what="both to work")
     cluster.processes[1].send_signal(signal.SIGINT)
-    assert cluster.processes[1].wait(20) == 130
+    assert cluster.processes[1].wait(300) == 130
     assert "smolcluster: interrupted; this machine has left" in cluster.output(1)
-    assert cluster.processes[0].wait(20) == 0
+    assert cluster.processes[0].wait(300) == 0
     assert "has left; restarting all workers" in cluster.output(0)
     assert read_summary(script)["restarts"] == 1
 
@@ -225,13 +221,13 @@ def test_without_the_machine_that_leads_the_others_end(cluster: Cluster, script:
         scripted(cluster, host, script, "2:2", where)
     eventually((script / "up").exists, what="both to work")
     cluster.network.cut(0) if how == "cut" else cluster.lose(0)
-    assert cluster.processes[1].wait(60) == 1
+    assert cluster.processes[1].wait(300) == 1
     words = "sent no heartbeat for 2 s" if how == "cut" else "closed its connection"
     assert f"smolcluster: the leader at --rdzv-endpoint {words}; the run has ended\n" in cluster.output(1)
     if how == "cut":
         # The one that leads waits for others; it can be stopped.
         cluster.processes[0].send_signal(signal.SIGINT)
-        assert cluster.processes[0].wait(20) == 130
+        assert cluster.processes[0].wait(300) == 130
 
 
 # Under torchrun

@@ -110,10 +110,15 @@ def test_a_picture_that_cannot_be_written_fails_no_run(tmp_path: Path) -> None:
     assert [(e.level, "could not be drawn: Is a directory" in e.message) for e in told] == [("WARNING", True)]
 
 
-def test_what_a_stage_gives_may_lie_in_memory_as_it_likes(tmp_path: Path) -> None:
-    parts = {"strategy.layer_distribution": [2, 3], "training.batch_size": 8}
-    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 8}, task="Turned", strategy="single")
-    many = run_world(2, tmp_path / "many", COMMON | parts, task="Turned", strategy="pipeline")
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [("Turned", {"strategy.layer_distribution": [2, 3]}), ("TracedTie", {"strategy.num_microbatches": 2})],
+    ids=["as it lies in memory", "a weight in two layers of a stage"],
+)
+def test_unusual_models_equal_single(tmp_path: Path, task: str, options: dict[str, Any]) -> None:
+    config = COMMON | {"training.batch_size": 8}
+    one = run_world(1, tmp_path / "one", config, task=task, strategy="single")
+    many = run_world(2, tmp_path / "many", config | options, task=task, strategy="pipeline")
     assert_same_run(one, many, tolerance=1e-10)
 
 
@@ -137,13 +142,6 @@ def test_what_cannot_be_cut_is_told(tmp_path: Path, task: str, size: int, option
     world = run_world(size, tmp_path, config, task=task, strategy="pipeline")
     told = [rank.failed for rank in world.ranks if rank.failed is not None and rank.failed.kind == "user"]
     assert any(said in failed.message for failed in told), [rank.failed for rank in world.ranks]
-
-
-def test_a_weight_that_two_layers_of_a_stage_share(tmp_path: Path) -> None:
-    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 8}, task="TracedTie", strategy="single")
-    parts = {"training.batch_size": 8, "strategy.num_microbatches": 2}
-    many = run_world(2, tmp_path / "many", COMMON | parts, task="TracedTie", strategy="pipeline")
-    assert_same_run(one, many, tolerance=1e-10)
 
 
 def test_a_sequence_that_tp_does_not_divide_is_told(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from tests.equivalence.same_run import COMMON, GPT, assert_same_run, weights
 from tests.world import World, run_elastic_world, run_world
 
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 from smolcluster.models.registry import ARCHITECTURES
 
 SMALL = COMMON | GPT | {"model.num_heads": 4, "model.num_kv_heads": 2, "training.steps": 4}

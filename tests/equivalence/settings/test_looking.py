@@ -13,8 +13,7 @@ import torch
 from tests.equivalence.same_run import COMMON, STEPS
 from tests.world import World, run_world
 
-from smolcluster.engine.checkpoint.snapshot import Snapshot
-from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.engine.checkpoint.snapshot import Snapshot, read_checkpoint
 from smolcluster.observe.events import Notice
 
 BOUND, SAVED = 2, 4

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from smolcluster.comm.elastic.collectives.schedule import (
-    LEAST_PIECE_BYTES,
-    MOST_PIECE_BYTES,
+    MAX_PIECE_BYTES,
+    MIN_PIECE_BYTES,
     Act,
     Plan,
     Verb,
@@ -280,4 +280,4 @@ def test_spans_cover_everything_once(n: int, elements: int) -> None:
 def test_pieces_have_a_least_and_a_most_size(itemsize: int) -> None:
     for span_bytes in (0, 1, 100, 10**5, 10**6, 10**7, 10**9):
         nbytes = piece_elements(span_bytes, itemsize=itemsize) * itemsize
-        assert LEAST_PIECE_BYTES <= nbytes <= MOST_PIECE_BYTES
+        assert MIN_PIECE_BYTES <= nbytes <= MAX_PIECE_BYTES

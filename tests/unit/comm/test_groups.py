@@ -40,7 +40,7 @@ def in_memory(size: int, work: Callable[[Group], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     if errors:
         raise errors[0]
     return results
@@ -73,7 +73,7 @@ def over_gloo(size: int, work: Callable[[Group], Any]) -> list[Any]:
         assert ours.poll(120), "a rank did not answer"
         results.append(ours.recv())
     for process in processes:
-        process.join(30)
+        process.join(300)
     return results
 
 
@@ -246,7 +246,7 @@ def test_the_store_listens_on_its_address_alone(monkeypatch: pytest.MonkeyPatch,
     other.set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", store.port), timeout=20)
+        socket.create_connection(("127.0.0.2", store.port), timeout=300)
     with pytest.raises(UserError, match=f"--master-port {store.port} on 127.0.0.1 cannot be used"):
         rendezvous._open_store(rendezvous.RankPlace(world_size=2, master_port=store.port))
 
@@ -304,7 +304,6 @@ def test_buckets_leave_in_order_whatever_order_gradients_come_in() -> None:
     buckets.disarm()
     buckets.wait(0)
     buckets.give(0)
-    assert first.grad is not None
     assert first.grad.tolist() == [0.5, 0.5]
     assert buckets.stop_count(0).item() == 1.0
 

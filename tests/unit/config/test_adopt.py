@@ -180,16 +180,9 @@ def test_a_strategy_of_another_package_comes_from_the_owner() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"run": "../../etc"},
-        {"run": 7},
-        {"total_steps": 0},
-        {"total_steps": True},
-        {"total_steps": "9"},
-        {"total_steps": 10**30},
-        {"config": []},
-        {"config": {"model": 1}},
-        {"config": {"modle": {}}},
-        {"config": {"model": {"model_dmi": 1}}},
+        *({"run": run} for run in ("../../etc", 7)),
+        *({"total_steps": steps} for steps in (0, True, "9", 10**30)),
+        *({"config": config} for config in ([], {"model": 1}, {"modle": {}}, {"model": {"model_dmi": 1}})),
     ],
 )
 def test_a_plan_that_cannot_be_used_is_refused(damage: dict[str, Any]) -> None:

@@ -147,12 +147,12 @@ def test_thinning_keeps_means_and_extremes(values: list[float], limit: int) -> N
         assert point.step == start - 1
 
 
-def test_a_million_rows_are_a_few_hundred_points_and_the_spike_is_still_there() -> None:
+def test_many_rows_are_a_few_hundred_points_and_the_spike_is_still_there() -> None:
     curve = Curve(("loss",))
-    for i in range(1_000_000):
-        curve.add({"loss": 99.0 if i == 123_456 else 1.0}, step=i, time=i)
+    for i in range(100_000):
+        curve.add({"loss": 99.0 if i == 12_345 else 1.0}, step=i, time=i)
     assert len(curve.points) <= 480
-    assert curve.num_rows == 1_000_000
+    assert curve.num_rows == 100_000
     assert max(point.highest or 0 for point in curve.points) == 99.0
     assert len(json.dumps(curve.columns())) < 40_000
 
@@ -214,24 +214,6 @@ def test_the_joined_curve_is_that_of_the_console(
     assert columns["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_rank_that_died_is_not_waited_for() -> None:
-    joined = RunCurve()
-    for step in range(1, 6):
-        joined.add(row(step, 0), num_workers=2)
-        joined.add(row(step, 1), num_workers=2)
-    for step in range(6, 40):
-        joined.add(row(step, 0), num_workers=2)
-    assert joined.curve.columns()["step"][-1] == 39
-
-
-def test_a_worker_that_never_comes_is_not_waited_for_without_end() -> None:
-    """`train --elastic 1:2` goes on with one, while the configuration says two."""
-    joined = RunCurve()
-    for step in range(1, 31):
-        joined.add(row(step, 0), num_workers=2)
-    assert joined.curve.columns()["step"] == list(range(1, 31))
-
-
 def far_apart(step: int, rank: int, *, apart_s: float) -> dict[str, Any]:
     """A row of one of two ranks that are about as fast; the second has three times the samples of the first."""
     when = T0 + step * apart_s + rank * 0.01 * apart_s
@@ -257,13 +239,16 @@ def test_all_ranks_count_however_far_apart_their_rows_are(tmp_path: Path, apart_
     assert reader.workers.curve.columns()["sent_per_s"][-1] == pytest.approx(2 * 1000 / apart_s, rel=0.1)
 
 
-def test_a_rank_that_died_is_not_waited_for_where_rows_are_far_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart_s", [1.0, 60.0])
+@pytest.mark.parametrize("died", [1, 6])
+def test_a_rank_that_died_is_not_waited_for(tmp_path: Path, died: int, apart_s: float) -> None:
+    """Nor one that never comes: `train --elastic 1:2` goes on with one, while the configuration says two."""
     run = configure(tmp_path / "run")
-    for step in range(1, 20):
-        for rank in (0, 1) if step < 6 else (0,):
-            append(run / "metrics.jsonl", far_apart(step, rank, apart_s=60.0))
+    for step in range(1, 40):
+        for rank in (0, 1) if step < died else (0,):
+            append(run / "metrics.jsonl", far_apart(step, rank, apart_s=apart_s))
     columns = reader_of(run).run_curve.curve.columns()
-    assert columns["step"][-1] == 19
+    assert columns["step"] == list(range(1, 40))
     assert columns["tokens_per_s"][-1] == 100.0
 
 
@@ -387,11 +372,8 @@ def test_an_elastic_run(elastic: Path) -> None:
     assert told["shape"] == "star"
     assert states(told) == {"worker 0": "training", "worker 1": "lost", "server": "training"}
     lost = told["machines"][1]
-    assert (lost["host"], lost["reason"], lost["facts"]) == (
-        "pi5",
-        "the connection was closed",
-        {"device": "cpu", "load": 0.5},
-    )
+    assert (lost["host"], lost["reason"]) == ("pi5", "the connection was closed")
+    assert lost["facts"] == {"device": "cpu", "load": 0.5}
     assert lost["spans"] == [[T0 + 1, T0 + 5]]
     assert [(e["kind"], e.get("rank")) for e in told["events"]] == [
         ("begin", None), ("join", 0), ("join", 1), ("lost", 1), ("warning", 1)
@@ -707,17 +689,6 @@ def test_a_mesh_run_that_failed_names_who_died(tmp_path: Path) -> None:
     assert [event["kind"] for event in told["events"]] == ["join", "error"]
 
 
-def test_nothing_written_for_long_is_silence(tmp_path: Path) -> None:
-    run = configure(tmp_path / "mesh")
-    append(run / "metrics.jsonl", row(1, 0), row(1, 1))
-    for path in (run / "metrics.jsonl", run / "config.yaml"):
-        aged(path, T0 + 1)
-    assert snapshot_of(run, now=T0 + 3)["status"] == "training"
-    told = snapshot_of(run, now=T0 + 300)
-    assert told["status"] == "silent"
-    assert states(told) == {"worker 0": "silent", "worker 1": "silent"}
-
-
 def test_a_machine_that_is_only_expected_is_there(tmp_path: Path) -> None:
     told = snapshot_of(configure(tmp_path / "run", workers=3))
     assert states(told) == {"worker 0": "starting", "worker 1": "starting", "worker 2": "starting"}
@@ -734,7 +705,6 @@ def test_a_resumed_run_is_read_from_the_beginning(tmp_path: Path) -> None:
     append(run / "metrics.jsonl", row(5, loss=9.0))
     reader.poll()
     told = stream.changes()
-    assert told is not None
     assert told["whole"]
     assert told["curves"]["rank0"]["columns"]["step"] == [1, 2, 3, 4, 5]
     assert told["numbers"]["loss"] == 9.0
@@ -777,7 +747,6 @@ def test_metrics_of_a_task_have_a_curve_each_and_stand_in_the_terminal(tmp_path:
     append(run / "metrics.jsonl", row(2, val_f1=0.75, val_wer=2.0), row(3))
     reader.poll()
     changes = stream.changes()
-    assert changes is not None
     assert changes["curves"]["val_f1"] == {"from": 1, "stride": 1, "rows": 2, "columns": columns("val_f1", 2, 0.75)}
     assert changes["curves"]["val_wer"] == {"from": 0, "stride": 1, "rows": 1, "columns": columns("val_wer", 2, 2.0)}
     assert "f1 0.7500  wer 2.0000" in drawn(stream.snapshot())
@@ -824,9 +793,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         "checkpoint of step 10, the best so far",
         "checkpoint of step 20",
     ]
-    (run / "checkpoints" / "step-00000020" / "manifest.json").write_text(
-        "{}", encoding="utf-8"
-    )  # it does not tell when
+    (run / "checkpoints" / "step-00000020" / "manifest.json").write_text("{}")  # it does not tell when
     aged(run / "checkpoints" / "step-00000020", T0)
     assert snapshot_of(run)["events"][0]["time"] == T0
 
@@ -1155,19 +1122,8 @@ def test_lines_that_there_is_no_time_for_are_judged_by_their_files(
 @pytest.mark.parametrize(
     "name",
     [
-        "..",
-        ".",
-        "",
-        "../outside",
-        "new/../../outside",
-        "link",
-        ".hidden",
-        "empty",
-        "new\\x",
-        "C:",
-        "a\0b",
-        "nowhere",
-        "x" * 300,
+        *("..", ".", "", "../outside", "new/../../outside", "link", ".hidden", "empty", "new\\x", "C:", "a\0b"),
+        *("nowhere", "x" * 300),
     ],
 )
 def test_names_do_not_lead_out_of_the_folder(folder: Path, name: str) -> None:
@@ -1297,11 +1253,8 @@ def test_a_gpu_is_asked_through_torch_where_it_is_loaded(monkeypatch: pytest.Mon
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     facts = describe_machine("cuda:1")
-    assert (facts["device_name"], facts["device_memory_used_bytes"], facts["device_temperature_c"]) == (
-        "card 1",
-        40,
-        41,
-    )
+    assert (facts["device_name"], facts["device_memory_used_bytes"]) == ("card 1", 40)
+    assert facts["device_temperature_c"] == 41
     cuda.temperature = no_library
     assert "device_temperature_c" not in describe_machine("cuda:1")
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import webbrowser
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.dashboard_client import Viewer, get, get_json, raw
+from tests.places import eventually
 from tests.server_thread import served
 from tests.unit.run_folder import append, configure, folder_of_runs, row
 
@@ -101,25 +101,15 @@ def test_pages_of_other_sites_cannot_load_from_the_api() -> None:
     )  # a link to the page is in order
 
 
-@pytest.mark.parametrize("verb", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "BREW"])
-def test_verbs(verb: str) -> None:
-    assert refusal(Guard(nobody, RULES, token=None), verb, host="localhost") == 405
-    assert refusal(Guard(nobody, RULES, token=None), verb, "/", host="localhost") == 405
-    assert refusal(Guard(nobody, RULES, token=None), verb, host="evil.example") == 421
-
-
 def test_a_token_opens_the_api_as_header_or_cookie() -> None:
     guard, token = Guard(nobody, RULES, token="a" * 20), "a" * 20
     assert refusal(guard, host="localhost") == 401
     assert refusal(guard, path="/", host="localhost") is None  # the page has no secrets
     assert refusal(guard, path="/static/app.js", host="localhost") is None
-    for given, status in (
-        (f"Bearer {token}", None),
-        (f"bearer {token}", None),
-        (f"Bearer {token}a", 401),
-        (token, 401),
-    ):
-        assert refusal(guard, host="localhost", authorization=given) == status
+    for given in (f"Bearer {token}", f"bearer {token}"):
+        assert refusal(guard, host="localhost", authorization=given) is None
+    for given in (f"Bearer {token}a", token):
+        assert refusal(guard, host="localhost", authorization=given) == 401
     cookie = f"smolcluster_dashboard_8265={RULES.cookie_value(token)}"
     assert refusal(guard, host="localhost", cookie=f"x=1; {cookie}") is None
     assert refusal(guard, host="localhost", cookie=cookie.replace("8265", "8266")) == 401
@@ -157,6 +147,8 @@ def test_tokens_are_long_and_fit_an_address() -> None:
 @contextlib.contextmanager
 def serving(folder: Path, **options: Any) -> Iterator[int]:
     """A dashboard on a free port of loopback; ended with the block."""
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
     place = server.DashboardConfig(folder=folder, port=0, **options)
     with served(lambda ready, until: server.serve(place, ready=ready, until=until)) as port:
         yield port
@@ -164,8 +156,6 @@ def serving(folder: Path, **options: Any) -> Iterator[int]:
 
 @pytest.fixture
 def port(folder: Path) -> Iterator[int]:
-    pytest.importorskip("starlette")
-    pytest.importorskip("uvicorn")
     with serving(folder, run="new") as number:
         yield number
 
@@ -205,14 +195,8 @@ def test_nothing_else_is_there(port: int, path: str) -> None:
 
 
 def test_every_answer_is_hardened(port: int) -> None:
-    for path, extra in (
-        ("/", {}),
-        ("/static/app.js", {}),
-        ("/api/runs", {}),
-        ("/nowhere", {}),
-        ("/", {"origin": "http://x"}),
-    ):
-        _, headers, _ = get(port, path, **extra)
+    answers = [get(port, path) for path in ("/", "/static/app.js", "/api/runs", "/nowhere")]
+    for _, headers, _ in (*answers, get(port, "/", origin="http://x")):
         assert {name: headers.get(name) for name in HEADERS} == HEADERS
         assert "server" not in headers
     policy = HEADERS["content-security-policy"]
@@ -222,17 +206,9 @@ def test_every_answer_is_hardened(port: int) -> None:
 
 @pytest.mark.parametrize("verb", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"])
 def test_other_verbs_are_refused_everywhere(port: int, verb: str) -> None:
-    for path in (
-        "/",
-        "/static/app.js",
-        "/api/runs",
-        "/api/run/new",
-        "/api/run/new/events",
-        "/api/login",
-        "/health",
-        "/nowhere",
-    ):
-        status, headers, _ = get(port, path, method=verb)
+    paths = ("", "static/app.js", "api/runs", "api/run/new", "api/run/new/events", "api/login", "health", "nowhere")
+    for path in paths:
+        status, headers, _ = get(port, f"/{path}", method=verb)
         assert (status, headers["allow"]) == (405, "GET, HEAD")
 
 
@@ -297,7 +273,6 @@ def test_a_viewer_that_comes_back_gets_what_it_missed(port: int, folder: Path) -
 
 
 def test_who_fell_behind_the_ring_gets_a_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("starlette")
     monkeypatch.setattr(hub, "RING", 2)
     monkeypatch.setattr(hub, "POLL_S", 0.05)
     with serving(folder) as port:
@@ -386,7 +361,7 @@ def test_a_thread_of_a_viewer_who_left_is_waited_for(folder: Path, monkeypatch: 
             nonlocal inside, most
             inside += 1
             most = max(most, inside)
-            go.wait(20)
+            go.wait(300)
             try:
                 return usual()
             finally:
@@ -414,8 +389,13 @@ def test_a_thread_of_a_viewer_who_left_is_waited_for(folder: Path, monkeypatch: 
     asyncio.run(look())
 
 
+def admitted(port: int) -> bool:
+    """Whether a new viewer gets the run."""
+    with contextlib.closing(Viewer(port)) as viewer:
+        return viewer.answer.status != 503 and bool(viewer.next("snapshot")[2]["name"] == "new")
+
+
 def test_there_is_a_limit_to_viewers_and_who_leaves_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("starlette")
     monkeypatch.setattr(hub, "MAX_VIEWERS", 2)
     with serving(folder) as port:
         viewers = [Viewer(port) for _ in range(2)]
@@ -426,16 +406,11 @@ def test_there_is_a_limit_to_viewers_and_who_leaves_makes_room(folder: Path, mon
         refused.close()
         assert get(port, "/api/run/new")[0] == 200  # all else works
         viewers[0].close()
-        deadline = time.monotonic() + 20
-        while (again := Viewer(port)).answer.status == 503:
-            again.close()
-            assert time.monotonic() < deadline
-        again.close()
+        eventually(lambda: admitted(port), what="a place")
         viewers[1].close()
 
 
 def test_a_viewer_that_takes_nothing_is_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("starlette")
     usual = server.listen
 
     def listen(bind: str, port: int | None) -> socket.socket:
@@ -452,38 +427,24 @@ def test_a_viewer_that_takes_nothing_is_let_go(folder: Path, monkeypatch: pytest
         deaf.connect(("127.0.0.1", port))
         deaf.sendall(b"GET /api/run/new/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert deaf.recv(8) == b"HTTP/1.1"  # it has the only place, and reads no more
-        deadline = time.monotonic() + 15  # the kernel alone would take 20 s
-        while (other := Viewer(port)).answer.status == 503:
-            other.close()
-            assert time.monotonic() < deadline, "it still has its place"
-        assert other.next("snapshot")[2]["name"] == "new"
-        other.close()
+        eventually(lambda: admitted(port), within_s=15.0, what="its place")  # the kernel alone would take 20 s
 
 
 def test_a_connection_that_asks_nothing_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("starlette")
     monkeypatch.setattr(server, "REQUEST_S", 0.1)
-    with serving(folder) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
+    with serving(folder) as port, socket.create_connection(("127.0.0.1", port), timeout=300) as silent:
         silent.sendall(b"GET / HT")
         with contextlib.suppress(ConnectionError):
             assert silent.recv(1) == b""
 
 
 def test_a_token_is_asked_for_and_a_cookie_given(folder: Path) -> None:
-    pytest.importorskip("starlette")
     token = "abcdefghijklmnop"
     with serving(folder, token=token) as port:
         assert get(port, "/")[0] == 200
-        for path in (
-            "/api/runs",
-            "/api/run/new",
-            "/api/run/new/events",
-            "/api/run/new/logs",
-            "/api/compare",
-            "/api/login",
-        ):
-            assert get(port, path)[0] == 401
-            assert get(port, path, authorization="Bearer wrong")[0] == 401
+        for path in ("runs", "run/new", "run/new/events", "run/new/logs", "compare", "login"):
+            assert get(port, f"/api/{path}")[0] == 401
+            assert get(port, f"/api/{path}", authorization="Bearer wrong")[0] == 401
         status, headers, _ = get(port, "/api/login", authorization=f"Bearer {token}")
         assert status == 200
         cookie, *flags = headers["set-cookie"].split("; ")
@@ -493,7 +454,6 @@ def test_a_token_is_asked_for_and_a_cookie_given(folder: Path) -> None:
 
 
 def test_viewers_are_told_when_the_dashboard_ends(folder: Path) -> None:
-    pytest.importorskip("starlette")
     with serving(folder) as port:
         viewer = Viewer(port)
         viewer.next("snapshot")
@@ -530,14 +490,19 @@ def test_the_address_has_the_token_where_browsers_keep_it() -> None:
 # Beside a run
 
 
+@pytest.fixture
+def starlette() -> None:
+    pytest.importorskip("starlette")
+
+
 def ended(process: subprocess.Popen[bytes]) -> bool:
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(30)
+        process.wait(300)
     return process.returncode is not None
 
 
+@pytest.mark.usefixtures("starlette")
 def test_in_the_background_it_ends_with_its_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("starlette")
     monkeypatch.setattr(server, "LEAVE_S", 120.0)
     url = server.start_in_background(folder, folder / "new", 0)
     (process,) = server._background
@@ -551,9 +516,9 @@ def test_in_the_background_it_ends_with_its_parent(folder: Path, monkeypatch: py
     assert process.returncode == 0
 
 
+@pytest.mark.usefixtures("starlette")
 def test_in_the_background_it_ends_also_when_nobody_hears_its_address(folder: Path) -> None:
     """Whoever started it was killed at once."""
-    pytest.importorskip("starlette")
     order = {"folder": str(folder), "run": "new", "port": 0, "bind": "127.0.0.1", "token": None}
     heard, said = os.pipe()
     os.close(heard)
@@ -571,11 +536,11 @@ def test_in_the_background_it_ends_also_when_nobody_hears_its_address(folder: Pa
         process.wait()
 
 
+@pytest.mark.usefixtures("starlette")
 def test_a_browser_that_is_waited_for_gets_its_page(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One in the terminal, such as w3m, ends when its user leaves it."""
-    pytest.importorskip("starlette")
     usual, left, found = server.serve, threading.Event(), []
 
     def browse(url: str) -> bool:
@@ -593,8 +558,8 @@ def test_a_browser_that_is_waited_for_gets_its_page(
     assert capsys.readouterr().out.startswith("dashboard  http://127.0.0.1:")
 
 
+@pytest.mark.usefixtures("starlette")
 def test_in_the_background_mistakes_are_told(folder: Path) -> None:
-    pytest.importorskip("starlette")
     with contextlib.closing(server.listen("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen"):
         server.start_in_background(folder, folder / "new", taken.getsockname()[1])
     server._end_background()

@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
+from smolcluster import locks
 from smolcluster.config.schema import DataConfig
-from smolcluster.data import DATASETS, default_tokenizer, file_lock
 from smolcluster.data.cache import cache_root, cached_tokens
 from smolcluster.data.dataset import ArrayDataset, MapDataset, TokenDataset, as_dataset
 from smolcluster.data.mnist import open_mnist
+from smolcluster.data.names import DATASETS, default_tokenizer
 from smolcluster.data.sources import find_sources
 from smolcluster.data.text import open_text
 from smolcluster.data.tokenizers import ByteTokenizer, CharTokenizer
@@ -232,7 +233,7 @@ def start_worker(root, me, count, mode="build"):
 
 def test_processes_that_start_together_build_once(tmp_path):
     workers = [start_worker(tmp_path, i, 3) for i in range(3)]
-    outputs = [w.communicate(timeout=60)[0].strip() for w in workers]
+    outputs = [w.communicate(timeout=300)[0].strip() for w in workers]
     assert [w.returncode for w in workers] == [0, 0, 0]
     assert outputs == ["half of the text"] * 3
     assert len(list(tmp_path.glob("built-by-*"))) == 1
@@ -241,20 +242,20 @@ def test_processes_that_start_together_build_once(tmp_path):
 
 def test_a_killed_builder_is_replaced_at_once(tmp_path):
     dead = start_worker(tmp_path, "dead", 1, "die")
-    dead.communicate(timeout=60)
+    dead.communicate(timeout=300)
     assert dead.returncode == 9
     assert list((tmp_path / "tokens").glob("*.lock"))
     (left_over,) = (tmp_path / "tokens").glob("*.tmp")
     os.utime(left_over, (0, 0))
     heir = start_worker(tmp_path, "heir", 1)
-    assert heir.communicate(timeout=30)[0].strip() == "half of the text"
+    assert heir.communicate(timeout=300)[0].strip() == "half of the text"
     assert sorted(p.suffix for p in (tmp_path / "tokens").iterdir()) == [".bin", ".json"]
 
 
 def test_a_lock_file_that_nobody_holds_is_no_obstacle(tmp_path):
     lock = tmp_path / "lock"
     lock.touch()
-    assert file_lock.run_once(lock, ready=lambda: None, produce=lambda: "made") == "made"
+    assert locks.run_once(lock, ready=lambda: None, produce=lambda: "made") == "made"
     assert not lock.exists()
 
 
@@ -268,9 +269,9 @@ def test_a_lock_that_is_held_is_waited_for(tmp_path, monkeypatch):
             if len(naps) == 4:
                 holder.close()
 
-        monkeypatch.setattr(file_lock.time, "sleep", nap)
+        monkeypatch.setattr(locks.time, "sleep", nap)
         results = iter([None, "made by the holder"])
-        assert file_lock.run_once(lock, ready=lambda: next(results), produce=not_again) == "made by the holder"
+        assert locks.run_once(lock, ready=lambda: next(results), produce=not_again) == "made by the holder"
     assert len(naps) == 4
 
 
@@ -278,14 +279,14 @@ def test_without_locks_all_work(tmp_path, monkeypatch):
     def no_locks(fd):
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(file_lock, "try_lock", no_locks)
-    with file_lock._locked(tmp_path / "lock"):
-        assert file_lock.run_once(tmp_path / "lock", ready=lambda: None, produce=lambda: "made") == "made"
+    monkeypatch.setattr(locks, "try_lock", no_locks)
+    with locks._locked(tmp_path / "lock"):
+        assert locks.run_once(tmp_path / "lock", ready=lambda: None, produce=lambda: "made") == "made"
 
 
 def test_a_result_that_came_just_before_the_lock_is_used(tmp_path):
     results = iter([None, "made meanwhile"])
-    assert file_lock.run_once(tmp_path / "lock", ready=lambda: next(results), produce=not_again) == "made meanwhile"
+    assert locks.run_once(tmp_path / "lock", ready=lambda: next(results), produce=not_again) == "made meanwhile"
     assert not (tmp_path / "lock").exists()
 
 
@@ -628,4 +629,4 @@ def test_mnist_that_is_not_there(data, tmp_path):
 def test_names_can_be_had_without_torch():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     code = "import sys, smolcluster.data, smolcluster.data.sources; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=300)

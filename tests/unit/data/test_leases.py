@@ -75,6 +75,14 @@ class Ledger(RuleBasedStateMachine):
     def give_back(self, holder: str, step: int) -> None:
         assert set(positions(self.leases.give_back(holder, step))) == self.held.pop((holder, step), set())
 
+    @rule(holder=HOLDERS, step=STEPS, count=st.integers(1, 7))
+    def shorten(self, holder: str, step: int, count: int) -> None:
+        """A part of it was not read."""
+        if (holder, step) in self.held:
+            before = positions(self.leases.held(holder)[step])
+            assert set(positions(self.leases.shorten(holder, step, count))) == set(before[count:])
+            self.held[holder, step] = set(before[:count])
+
     @rule(holder=HOLDERS)
     def die(self, holder: str) -> None:
         expected = set().union(*(self.held.pop(key) for key in list(self.held) if key[0] == holder))

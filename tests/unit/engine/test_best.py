@@ -37,13 +37,8 @@ def test_what_is_no_metric_and_direction_is_refused(said: str) -> None:
 def test_the_best_is_followed_and_kept() -> None:
     best = Best("f1, max")
     values = [0.5, math.nan, 0.4, 0.7, 0.7]
-    assert [best.improves({"val_f1": value, "val_loss": -value}) for value in values] == [
-        True,
-        False,
-        False,
-        True,
-        False,
-    ]
+    improved = [best.improves({"val_f1": value, "val_loss": -value}) for value in values]
+    assert improved == [True, False, False, True, False]
     assert not best.improves({"val_loss": -9.0})
     again, other = Best("f1, max"), Best("loss, min")
     again.load_state_dict(best.state_dict())

@@ -37,6 +37,7 @@ from smolcluster.strategies.base import Commit, Context, ServerContext, State
 from smolcluster.strategies.base.replicated import replica_state
 
 STEPS = 10
+DONE = {"mine": "1.0", "held": "1.0", "loss": "1.0", "compute_s": 0.1, "apply_s": 0.0}
 NAMES = [name for name, _ in Tiny(config=None).model().named_parameters()]  # type: ignore[arg-type]
 SIZES = [p.numel() for p in Tiny(config=None).model().parameters()]  # type: ignore[arg-type]
 
@@ -78,9 +79,13 @@ class Scripted(Coordinator):
         return 4
 
 
-def freeze(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Time, which the test moves."""
+    now = [1000.0]
     for module in (coordinator, evictions):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
 
 
 class Run:
@@ -174,9 +179,8 @@ class Run:
         """Everybody has the result of this step; `others`: what all but the first hold."""
         for place, rank in enumerate(self.roster.members):
             norm = held if place == 0 or others is None else others
-            meta = {"mine": "1.0", "held": repr(norm), "loss": "1.0", "compute_s": 0.1, "apply_s": 0.0}
             epoch = self.links[rank].last(Kind.VIEW).epoch
-            self.hear(rank, Message(kind=Kind.DONE, step=step, epoch=epoch, meta=meta))
+            self.hear(rank, Message(kind=Kind.DONE, step=step, epoch=epoch, meta=DONE | {"held": repr(norm)}))
         self.go_on()
 
     def go_on(self) -> None:
@@ -298,7 +302,7 @@ def test_a_result_with_the_part_of_one_who_was_put_out_does_not_count(how: str) 
     """All others hold it. The weight of what was put out is not in the mean, and its samples go to others."""
     run = Run(whole=True)
     run.join_together(0, 1)
-    meta = {"mine": "1.0", "held": "1.0", "loss": "1.0", "compute_s": 0.1, "apply_s": 0.0, "weight": 4.0}
+    meta = DONE | {"weight": 4.0}
     epoch = run.links[1].last(Kind.VIEW).epoch
     if how == "evicted":
         run.hear(0, Message(kind=Kind.DONE, step=1, epoch=epoch, meta=meta))
@@ -343,24 +347,21 @@ def test_a_newcomer_waits_for_the_rounds_that_are_under_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("updates", "held", "knows"),
+    ("local_steps", "updates", "held", "knows"),
     [
-        (8, [], True),
-        (4, [[8, 7]], True),
-        (4, [[8, 6]], False),
-        (4, [], False),
-        (0, [[4, 7], [8, 7]], False),
-        (3, [[8, 7]], False),
+        *((4, 8, [], True), (4, 4, [[8, 7]], True), (4, 4, [[8, 6]], False), (4, 4, [], False)),
+        *((4, 0, [[4, 7], [8, 7]], False), (4, 3, [[8, 7]], False)),
+        # Only what leads to the committed step is taken for it.
+        *((1, updates, [], updates == 8) for updates in (0, 7, 8, 9, 12)),
     ],
 )
 def test_one_who_holds_the_committed_rounds_that_it_lacks_knows_the_weights(
-    updates: int, held: list[list[int]], knows: bool
+    local_steps: int, updates: int, held: list[list[int]], knows: bool
 ) -> None:
-    run = Run(whole=True, committed=8, has=False, local_steps=4)
+    run = Run(whole=True, committed=8, has=False, local_steps=local_steps)
     run.coordinator._recent = {8: (7, 1.0, 1.0)}
-    member = Member(
-        rank=0, link=cast(Link, FakeLink(0, "0" * 16)), batch_size=4, said={"updates": updates, "held": held}
-    )
+    said = {"updates": updates, "held": held}
+    member = Member(rank=0, link=cast(Link, FakeLink(0, "0" * 16)), batch_size=4, said=said)
     assert run.coordinator._is_current(member) is knows
 
 
@@ -383,13 +384,6 @@ def test_a_state_may_be_of_a_later_round_than_the_one_that_was_asked_for() -> No
 
 
 # Who comes back to a coordinator that was started again
-
-
-@pytest.mark.parametrize(("updates", "knows"), [(0, False), (4, False), (5, True), (6, False), (9, False)])
-def test_only_what_leads_to_the_committed_step_is_taken_for_it(updates: int, knows: bool) -> None:
-    run = Run(whole=True, committed=5, has=False)
-    member = Member(rank=0, link=cast(Link, FakeLink(0, "0" * 16)), batch_size=4, said={"updates": updates, "held": []})
-    assert run.coordinator._is_current(member) is knows
 
 
 def test_one_that_is_ahead_of_the_record_gets_the_state_of_one_that_is_not() -> None:
@@ -493,9 +487,7 @@ def test_a_member_that_is_silent_explains_the_complaints() -> None:
     assert sorted(run.roster.members) == [1, 2]
 
 
-def test_an_eviction_bars_for_longer_each_time_and_is_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1000.0]
-    freeze(monkeypatch, clock)
+def test_an_eviction_bars_for_longer_each_time_and_is_forgotten_after_a_while(clock: list[float]) -> None:
     run = Run(whole=True)
     barred = []
     for pause_s in (0.0, 100.0, 100.0, 3600.0):
@@ -538,15 +530,18 @@ def test_nobody_is_lent_a_step_twice_when_the_run_becomes_shorter_and_longer_aga
 # Newcomers get the state while the others train
 
 
-def followed(run: Run, *, state_bytes: int = 2 << 20) -> None:
-    """Ranks 0 and 1 train; rank 2 comes after step 1, and what is sent to it stays in its queue."""
+def followed() -> Run:
+    """Ranks 0 and 1 train; rank 2 comes after step 1, and the state that is sent to it stays in its queue."""
+    run = Run(whole=True)
     run.join_together(0, 1)
     run.commit(1)
     run.upload(0, {"w/x": torch.zeros(1)})
     run.commit(2)  # which the coordinator has no state of
     run.knock(2)
-    run.links[2].queued_bytes = state_bytes
+    run.links[2].queued_bytes = 2 << 20
     run.go_on()
+    run.upload(0, {"w/x": torch.zeros(1)})
+    return run
 
 
 def share(run: Run, *ranks: int, step: int, nbytes: int = 64) -> None:
@@ -563,9 +558,7 @@ def sent_to(run: Run, rank: int, kind: Kind) -> list[tuple[int, int]]:
 
 
 def test_rounds_are_committed_while_a_newcomer_gets_its_state() -> None:
-    run = Run(whole=True)
-    followed(run)
-    run.upload(0, {"w/x": torch.zeros(1)})
+    run = followed()
     assert sent_to(run, 2, Kind.WELCOME) == [(2, 0)]
     for step in (3, 4):
         run.commit(step)
@@ -591,9 +584,7 @@ def test_rounds_are_committed_while_a_newcomer_gets_its_state() -> None:
 
 def test_when_little_is_left_for_a_newcomer_it_is_waited_for() -> None:
     """Else rounds that are short would never let it in."""
-    run = Run(whole=True)
-    followed(run)
-    run.upload(0, {"w/x": torch.zeros(1)})
+    run = followed()
     run.commit(3)
     run.links[2].queued_bytes = 0
     run.commit(4)
@@ -604,9 +595,7 @@ def test_when_little_is_left_for_a_newcomer_it_is_waited_for() -> None:
 
 def test_a_newcomer_that_never_comes_nearer_is_waited_for() -> None:
     """What is kept for it is bounded."""
-    run = Run(whole=True)
-    followed(run)
-    run.upload(0, {"w/x": torch.zeros(1)})
+    run = followed()
     weights_bytes = sum(tensor.nbytes for tensor in run.replica.weights().values())
     for step in range(3, 9):
         run.commit(step)
@@ -621,9 +610,7 @@ def test_a_newcomer_that_never_comes_nearer_is_waited_for() -> None:
 
 
 def test_when_a_member_is_lost_with_its_share_newcomers_get_another_state() -> None:
-    run = Run(whole=True)
-    followed(run)
-    run.upload(0, {"w/x": torch.zeros(1)})
+    run = followed()
     run.commit(3)
     share(run, 1, step=3)
     run.leave(0)
@@ -640,9 +627,7 @@ def test_when_a_member_is_lost_with_its_share_newcomers_get_another_state() -> N
 
 
 def test_a_newcomer_that_dies_on_its_way_is_forgotten() -> None:
-    run = Run(whole=True)
-    followed(run)
-    run.upload(0, {"w/x": torch.zeros(1)})
+    run = followed()
     run.leave(2)
     run.go_on()
     run.commit(3)
@@ -651,9 +636,7 @@ def test_a_newcomer_that_dies_on_its_way_is_forgotten() -> None:
 
 
 def test_a_newcomer_that_has_caught_up_has_the_weights_when_all_others_die() -> None:
-    run = Run(whole=True)
-    followed(run)
-    run.upload(0, {"w/x": torch.zeros(1)})
+    run = followed()
     run.leave(0)
     run.leave(1)
     run.links[2].queued_bytes = 0
@@ -675,8 +658,7 @@ def test_a_silent_member_is_paused_and_comes_back_when_it_is_heard() -> None:
     assert run.links[1].open, "it was evicted"
     run.commit(2)
     assert run.coordinator._committed == 2
-    meta = {"mine": "1.0", "held": "1.0", "loss": "1.0", "compute_s": 0.1, "apply_s": 0.0}
-    run.hear(1, Message(kind=Kind.DONE, step=3, epoch=run.roster.epoch, meta=meta))  # of its old place
+    run.hear(1, Message(kind=Kind.DONE, step=3, epoch=run.roster.epoch, meta=DONE))  # of its old place
     run.go_on()
     assert run.coordinator._done.get(3) is None
     run.links[1].stalled, run.links[1].silent_s = False, 0.0
@@ -690,10 +672,8 @@ def test_a_silent_member_is_paused_and_comes_back_when_it_is_heard() -> None:
     assert (run.roster.joined, run.roster.lost) == (3, 0)
 
 
-def test_the_only_holder_of_the_weights_comes_back_from_a_pause_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_holder_of_the_weights_comes_back_from_a_pause_with_them(clock: list[float]) -> None:
     """It was stopped when a newcomer waited for its state."""
-    clock = [1000.0]
-    freeze(monkeypatch, clock)
     run = Run(whole=False)
     run.join(0)
     run.commit(1)
@@ -729,10 +709,8 @@ def test_a_paused_member_is_not_waited_for_where_the_coordinator_has_the_weights
     assert run.coordinator._committed == 2
 
 
-def test_a_paused_member_without_the_weights_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paused_member_without_the_weights_is_not_waited_for(clock: list[float]) -> None:
     """The one that had them is gone, and does not come back in time."""
-    clock = [1000.0]
-    freeze(monkeypatch, clock)
     run = Run(whole=False)
     run.join(0)
     run.commit(1)
@@ -758,9 +736,7 @@ def test_where_all_are_silent_nobody_is_paused() -> None:
     assert sorted(run.roster.members) == [0, 1]
 
 
-def test_a_short_silence_is_waited_for_where_steps_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1000.0]
-    freeze(monkeypatch, clock)
+def test_a_short_silence_is_waited_for_where_steps_are_long(clock: list[float]) -> None:
     run = Run(whole=True)
     run.join(0, 1)
     for step in (1, 2):
@@ -777,11 +753,7 @@ def test_a_short_silence_is_waited_for_where_steps_are_long(monkeypatch: pytest.
 # A member computes for ever
 
 
-def test_a_member_that_computes_while_others_wait_is_evicted_after_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = [1000.0]
-    freeze(monkeypatch, clock)
+def test_a_member_that_computes_while_others_wait_is_evicted_after_the_deadline(clock: list[float]) -> None:
     run = Run(whole=True, step_timeout_s=6.0)
     run.join(0, 1, 2)
     run.commit(1)
@@ -867,9 +839,8 @@ def test_results_of_steps_that_nobody_computes_are_not_kept() -> None:
     run.join(0, 1)
     run.commit(1)
     view = run.links[0].last(Kind.VIEW)
-    meta = {"mine": "1.0", "held": "1.0", "loss": "1.0", "compute_s": 0.1, "apply_s": 0.0}
     for step in (0, 1, 3, *range(1000, 2000), 2**64 - 1):
-        run.hear(0, Message(kind=Kind.DONE, step=step, epoch=view.epoch, meta=meta))
+        run.hear(0, Message(kind=Kind.DONE, step=step, epoch=view.epoch, meta=DONE))
     run.go_on()
     assert run.coordinator._done == {}
     run.commit(2)

@@ -456,7 +456,6 @@ def test_what_is_recorded_is_small_and_replays_to_the_same_bits(
     fed_back = server.role._gradients.codec.feedback
     pushes = 1 if more or (strategy is SyncPS and not fed_back) else workers
     for record in records:
-        assert record.payload is not None
         assert record.payload.nbytes == min(pushes * sent, DENSE) + BUFFERS
         again.role.replay(Commit(step=0, contributors=[], gradient=record.payload, numbers=record.meta))
     for (name, expected), found in zip(
@@ -604,10 +603,16 @@ class Steps:
         self.waited += [self.clock.now - begun] * (len(self.records) - commits)
 
 
-def test_a_straggler_costs_one_timeout_and_not_one_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """Rank 1 has not pushed step 1, and the timeout has passed, once."""
     steps = Steps(monkeypatch, 0, 1)
-    fast, slow = steps.members
-    steps.run(steps.after(1, steps.push(fast)), *[steps.after(1)] * 10)  # the timeout, once
+    steps.run(steps.after(1, steps.push(steps.members[0])), *[steps.after(1)] * 10)
+    return steps
+
+
+def test_a_straggler_costs_one_timeout_and_not_one_per_step(late: Steps) -> None:
+    steps, (fast, slow) = late, late.members
     assert steps.records == [[0]]
     assert "late with step 1" in steps.server.warned[0]
     for _ in range(20):
@@ -619,12 +624,8 @@ def test_a_straggler_costs_one_timeout_and_not_one_per_step(monkeypatch: pytest.
     assert steps.server.leases.state_dict() == {"position": 84, "holes": []}
 
 
-def test_a_straggler_starts_with_the_others_and_is_waited_for_once_it_keeps_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    steps = Steps(monkeypatch, 0, 1)
-    fast, slow = steps.members
-    steps.run(steps.after(1, steps.push(fast)), *[steps.after(1)] * 10)
+def test_a_straggler_starts_with_the_others_and_is_waited_for_once_it_keeps_up(late: Steps) -> None:
+    steps, (fast, slow) = late, late.members
     steps.run(steps.after(1, steps.push(slow)), steps.after(1, steps.push(fast)))  # step 1 of the one, 2 of the other
     assert steps.lease(slow) == (3, 4)
     steps.run(steps.after(1, steps.push(fast)), steps.after(3, steps.push(slow)))  # too late, but within the timeout
@@ -636,19 +637,15 @@ def test_a_straggler_starts_with_the_others_and_is_waited_for_once_it_keeps_up(
     assert len(steps.server.warned) == 1
 
 
-def test_a_straggler_that_stays_too_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, 0, 1)
-    fast, slow = steps.members
-    steps.run(steps.after(1, steps.push(fast)), *[steps.after(1)] * 10)
+def test_a_straggler_that_stays_too_slow_is_not_waited_for(late: Steps) -> None:
+    steps, (fast, slow) = late, late.members
     for _ in range(5):
         steps.run(*[steps.after(1, steps.push(fast))] * 15, steps.after(0, steps.push(slow)))
     assert steps.records == [[0]] * (1 + 5 * 15)
 
 
-def test_a_straggler_that_is_early_for_once_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, 0, 1)
-    fast, slow = steps.members
-    steps.run(steps.after(1, steps.push(fast)), *[steps.after(1)] * 10)
+def test_a_straggler_that_is_early_for_once_counts(late: Steps) -> None:
+    steps, (fast, slow) = late, late.members
     steps.run(steps.after(1, steps.push(slow)), steps.after(1, steps.push(fast)))
     steps.run(steps.after(1, steps.push(slow)), steps.after(1, steps.push(fast)))
     assert steps.records == [[0], [0], [0, 1]]
@@ -667,10 +664,8 @@ def test_the_speed_of_a_straggler_is_learned_from_its_late_gradients(monkeypatch
     assert steps.lease(slow) == (21, 1)
 
 
-def test_a_straggler_that_is_left_alone_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, 0, 1)
-    fast, slow = steps.members
-    steps.run(steps.after(1, steps.push(fast)), *[steps.after(1)] * 10)
+def test_a_straggler_that_is_left_alone_goes_on_alone(late: Steps) -> None:
+    steps, (fast, slow) = late, late.members
     steps.run(
         lambda: steps.server.roster.gone(fast),
         steps.after(1, steps.push(slow)),  # of step 1, which is over
@@ -680,10 +675,8 @@ def test_a_straggler_that_is_left_alone_goes_on_alone(monkeypatch: pytest.Monkey
     assert steps.records == [[0], [1]]
 
 
-def test_a_bad_gradient_of_the_others_does_not_shut_a_straggler_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, 0, 1)
-    fast, slow = steps.members
-    steps.run(steps.after(1, steps.push(fast)), *[steps.after(1)] * 10)
+def test_a_bad_gradient_of_the_others_does_not_shut_a_straggler_out(late: Steps) -> None:
+    steps, (fast, slow) = late, late.members
     steps.run(steps.after(1, steps.push(slow)), steps.after(1, steps.push(fast)))
     bad = lambda: steps.server.push(fast, math.nan, step=3)  # noqa: E731
     steps.run(steps.after(1, bad), steps.after(30, steps.push(slow)))
@@ -716,7 +709,6 @@ def test_a_push_with_a_buffer_that_is_not_finite_is_refused(monkeypatch: pytest.
     [who] = server.join(0)
     messages = gradient_messages(server, who, step=1, seed=1)
     spoiled = messages[-1].message.payload
-    assert spoiled is not None
     spoiled.view(torch.uint8).view(torch.float32)[0] = math.nan
     assert [server.role._arrived(message) for message in messages] == [None] * len(messages)
     [warning] = server.warned
@@ -777,7 +769,6 @@ def test_pushes_are_held_in_as_few_bytes_as_they_came(
         tensors=[tuple(p.shape) for p in model.parameters()],
     )
     cost = strategy.plan(chosen, [Node(name="here", batch_size=4)] * 6, shape).server
-    assert cost is not None
     at_work = 2 * 4 * numbers if codec != "fp32" else 0  # the average, and a set to decode into
     assert cost.gradient_bytes >= held + at_work
     if strategy is SyncPS:

@@ -26,7 +26,8 @@ from smolcluster.comm.sharded import box_name, read_box_name
 from smolcluster.durable_files import Files, OutputFile
 from smolcluster.engine.checkpoint.lazy_tensors import FileEntry, StoredTensors
 from smolcluster.engine.checkpoint.sharded_save import LeadStore, PartStore
-from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot, read_checkpoint, verify
+from smolcluster.engine.checkpoint.snapshot import Snapshot, read_checkpoint, verify
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.errors import DamagedCheckpoint
 
 WHOLE = torch.arange(28.0).view(7, 4)
@@ -118,7 +119,7 @@ def test_notes_do_not_pile_up(tmp_path: Path) -> None:
                 for rank, store in enumerate((lead, other))
             ]
             for saving in saved:
-                saving.result(timeout=60)
+                saving.result(timeout=300)
     assert set(notes._notes) == {"3/folder", "3/end"}
 
 
@@ -149,9 +150,9 @@ def test_parts_that_leave_a_hole_are_not_called_saved(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         saving = [pool.submit(lead.save, snapshot_of(0, ranks=2)), pool.submit(other.save, short)]
         with pytest.raises(DamagedCheckpoint, match=r"do not contain 'a.weight' \(7, 4\) exactly once"):
-            saving[0].result(timeout=60)
+            saving[0].result(timeout=300)
         with pytest.raises(OSError, match="exactly once"):
-            saving[1].result(timeout=60)
+            saving[1].result(timeout=300)
     assert not CheckpointStore(tmp_path, keep=2).list()
 
 
@@ -170,7 +171,7 @@ def test_a_rank_that_leaves_ends_the_wait(tmp_path: Path) -> None:
         notes.read("1/folder", within_s=60.0)
         notes.close()
         with pytest.raises(OSError, match="rank 1 did not save its part"):
-            saving.result(timeout=60.0)
+            saving.result(timeout=300)
     assert CheckpointStore(tmp_path, keep=2).list() == []
 
 
@@ -337,4 +338,4 @@ def test_notes_travel_through_a_store() -> None:
         waiting = pool.submit(one.read, "never", within_s=600.0)
         one.close()
         with pytest.raises(PeerLost, match="leaving"):
-            waiting.result(timeout=60.0)
+            waiting.result(timeout=300)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.places import eventually
 
 from smolcluster.cli import main
 from smolcluster.cli.cluster import _given
@@ -74,16 +75,7 @@ def test_the_elastic_plane(tmp_path: Path) -> None:
         ("worker-1", "win", True),
         ("worker-2", "win", True),
     ]
-    assert layout.lead.arguments == (
-        "server",
-        "config.yaml",
-        "--bind",
-        "10.0.0.1",
-        "--port",
-        "7000",
-        "--run-dir",
-        "runs/r1",
-    )
+    assert " ".join(layout.lead.arguments) == "server config.yaml --bind 10.0.0.1 --port 7000 --run-dir runs/r1"
     assert layout.lead.again == (*layout.lead.arguments, "--resume", "auto")
     assert layout.processes[2].arguments[:5] == ("worker", "1", "win", "--server", "10.0.0.1:7000")
     assert layout.processes[2].arguments[-2:] == ("--device", "cuda")
@@ -235,10 +227,8 @@ def test_a_common_link_is_taken_and_a_gateway_is_named() -> None:
         edge={"mini3": "192.168.51.2", "pi4": "192.168.51.4"},
     )
     direct = find_path(known, "mini3", "mini1")
-    assert direct is not None
     assert (direct.address, direct.through, direct.commands()) == ("10.10.0.1", (), [])
     around = find_path(known, "pi4", "mini1")
-    assert around is not None
     assert (around.address, around.through) == ("10.10.0.1", ("mini3",))
     assert around.commands() == [
         "on pi4: sudo ip route add 10.10.0.1/32 via 192.168.51.2",
@@ -256,7 +246,6 @@ def test_every_machine_on_a_long_way_learns_both_ends() -> None:
         three={"c": "10.3.0.3", "d": "10.3.0.4"},
     )
     way = find_path(known, "a", "d")
-    assert way is not None
     assert way.commands() == [
         "on a: sudo ip route add 10.3.0.4/32 via 10.1.0.2",
         "on b: sudo ip route add 10.3.0.4/32 via 10.2.0.3",
@@ -334,7 +323,6 @@ def test_the_users_files_go_along(tmp_path: Path) -> None:
     assert sorted(names(parcel.data)) == ["book.txt", "config.yaml", "tasks/mine.py", "tasks/parts/net.py"]
     with tarfile.open(fileobj=io.BytesIO(parcel.data)) as archive:
         file = archive.extractfile("config.yaml")
-        assert file is not None
         assert yaml.safe_load(file.read())["task"] == "tasks/mine.py:Mine"
     for wrong, said in ((["../x"], "is not below"), (["gone"], "no such file")):
         with pytest.raises(UserError, match=said):
@@ -388,32 +376,25 @@ def state(folder: Path) -> dict[str, Any]:
     return found
 
 
-def until(question: Any, within_s: float = 90.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not question():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_process_that_ends_well_is_let_go(tmp_path: Path) -> None:
-    assert keep(tmp_path / "p", "import os; print(os.environ['COLOUR'])").wait(20) == 0
+    assert keep(tmp_path / "p", "import os; print(os.environ['COLOUR'])").wait(300) == 0
     assert state(tmp_path / "p")["state"] == "finished"
     assert (tmp_path / "p" / "output.log").read_text() == "blue\n"
 
 
 @pytest.mark.parametrize(("status", "expected"), [(2, "failed"), (130, "stopped")])
 def test_a_mistake_and_an_interrupt_are_not_repeated(tmp_path: Path, status: int, expected: str) -> None:
-    assert keep(tmp_path / "p", f"raise SystemExit({status})").wait(20) == status
+    assert keep(tmp_path / "p", f"raise SystemExit({status})").wait(300) == status
     assert (state(tmp_path / "p")["state"], state(tmp_path / "p")["restarts"]) == (expected, 0)
 
 
 def test_one_that_dies_is_started_again_as_it_was_told(tmp_path: Path) -> None:
     running = keep(tmp_path / "p", "import os; os.kill(os.getpid(), 9)", again="print('again')")
-    assert running.wait(20) == 0
+    assert running.wait(300) == 0
     assert state(tmp_path / "p")["restarts"] == 1
     assert (tmp_path / "p" / "output.log").read_text().endswith("again\n")
     once = keep(tmp_path / "q", "raise SystemExit(1)", restart=False)
-    assert once.wait(20) == 1
+    assert once.wait(300) == 1
     assert state(tmp_path / "q")["state"] == "failed"
 
 
@@ -422,15 +403,14 @@ def test_the_wish_to_stop_reaches_the_process_and_one_that_ignores_it_is_killed(
     polite = keep(tmp_path / "p", waits.format("signal.signal(2, lambda *_: (_ for _ in ()).throw(SystemExit(130)))"))
     stubborn = keep(tmp_path / "q", waits.format("signal.signal(2, signal.SIG_IGN)"))
     for folder in ("p", "q"):
-        until(lambda folder=folder: "up" in _text(tmp_path / folder / "output.log"))
+        eventually(lambda folder=folder: "up" in _text(tmp_path / folder / "output.log"))
     assert keeper.lock_file(tmp_path / "p" / "lock") is None, "its keeper lives"
     (tmp_path / "p" / "stop").write_text("")
     (tmp_path / "q" / "stop").write_text("now")
-    assert polite.wait(20) == 130
-    stubborn.wait(20)
+    assert polite.wait(300) == 130
+    stubborn.wait(300)
     assert [state(tmp_path / name)["state"] for name in ("p", "q")] == ["stopped", "stopped"]
     lock = keeper.lock_file(tmp_path / "p" / "lock")
-    assert lock is not None
     lock.close()
 
 
@@ -795,11 +775,8 @@ def test_a_cluster_is_checked_for_what_will_run(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(SystemExit) as ended:
             main(["cluster", "check", str(path), *words])
         assert ended.value.code == 0
-    assert [(layout.lead.host, layout.listens[1]) for layout in seen] == [
-        ("mini1", 65432),
-        ("mini1", 7000),
-        ("pi5", 29500),
-    ]
+    places = [(layout.lead.host, layout.listens[1]) for layout in seen]
+    assert places == [("mini1", 65432), ("mini1", 7000), ("pi5", 29500)]
 
 
 def test_a_home_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.story import Script, Story
+from tests.unit.samples import logged, spec_of
+from tests.unit.story import Script, Story, recorded
 
+from smolcluster.comm.addresses import dial_address
 from smolcluster.config import dump, load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir, find_resume
-from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed
 from smolcluster.launch.join.worker import worker_spec
 from smolcluster.launch.local import elastic, supervisor
-from smolcluster.launch.local.elastic import dial_address, join_commands, run_elastic
+from smolcluster.launch.local.elastic import join_commands, run_elastic
 from smolcluster.launch.local.outcome import Interrupted, Outcome
-from smolcluster.launch.local.processes import Child, end_all, signals, spawn, wait_for
+from smolcluster.launch.local.processes import end_all, signals, spawn, wait_for
 from smolcluster.launch.prepare import Prepared, choose_plane, prepare
 from smolcluster.observe.events import Event, RunFinished, StepLogged
 from smolcluster.stopping import stop_signals
@@ -170,16 +171,11 @@ def test_the_server_comes_back_on_its_port_as_the_process_that_stood_by(story: E
 
 
 def test_the_process_that_stands_by_is_named_so(story: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, bool]] = []
-
-    def recorded(spec: WorkerSpec, *arguments: Any, standby: bool, **options: Any) -> Child:
-        started.append((spec.role, standby))
-        return spawn(spec, *arguments, standby=standby, **options)
-
-    monkeypatch.setattr(supervisor, "spawn", recorded)
+    started: list[tuple[str, int, bool]] = []
+    monkeypatch.setattr(supervisor, "spawn", recorded(started))
     serves = ["listen", "row 1", "await ../fourth", *SERVES[2:]]
     story.run({"server": [serves], "worker-0": [WORKS], "worker-1": [WORKS]})
-    assert started == [("server", False), *[("worker", False)] * 2, ("server", True)]
+    assert started == [("server", 2, False), ("worker", 0, False), ("worker", 1, False), ("server", 2, True)]
 
 
 def test_no_standby_is_kept_where_it_is_not_wanted(story: Elastic) -> None:
@@ -228,7 +224,7 @@ def test_the_first_interrupt_is_for_the_server(story: Elastic) -> None:
     story.interrupt_at("serving")
     with pytest.raises(Interrupted, match=r"^interrupted; nothing was saved$"):
         story.run({"server": [serves], "worker-0": [works], "worker-1": [works]})
-    assert story.notices() == ["stopping after this step and saving; once more to stop at once"]
+    assert story.notices() == ["stopping after this step and saving; press Ctrl-C again to exit at once"]
     assert story.summary()["status"] == "interrupted"
     assert story.all_gone()
 
@@ -252,8 +248,6 @@ def test_a_worker_that_is_to_stop_still_meets_the_others() -> None:
     )
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write('{"op": "stop"}\n')
         assert process.stdout.readline() == "asked\n"
         process.stdin.write('{"op": "port", "port": 7}\n')
@@ -263,11 +257,9 @@ def test_a_worker_that_is_to_stop_still_meets_the_others() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="a console of its own gets no Ctrl-C")
 def test_an_interrupt_does_not_end_a_process_that_has_just_started(tmp_path: Path) -> None:
     """One that it got before it left our group, or while it imports: the spec is all it waits for, and without one it ends."""
-    seat = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
-    spec = WorkerSpec(config={}, host="here", run_dir=str(tmp_path), **seat)
+    spec = spec_of(run_dir=str(tmp_path))
     child = spawn(spec, queue.SimpleQueue())
     os.kill(child.process.pid, signal.SIGINT)
-    assert child.process.stdin is not None
     child.process.stdin.close()
     wait_for([child], within_s=200)
     end_all([child], grace_s=0)
@@ -282,8 +274,7 @@ def cmdline(pid: int) -> list[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_role_rank_and_run_are_in_the_command_line(tmp_path: Path) -> None:
     """A spare can be told from the server by `ps`; and a process that becomes another says so itself."""
-    seat = {"rank": 2, "world_size": 2, "local_rank": 0, "local_world_size": 3}
-    spec = WorkerSpec(config={}, host="here", run_dir=str(tmp_path), role="server", **seat)
+    spec = spec_of(run_dir=str(tmp_path), role="server", rank=2, world_size=2, local_world_size=3)
     children = [
         spawn(spec, queue.SimpleQueue(), module="tests.unit.scripted_process", standby=spare) for spare in (False, True)
     ]
@@ -296,7 +287,6 @@ def test_role_rank_and_run_are_in_the_command_line(tmp_path: Path) -> None:
     code = "from smolcluster.engine.process.title import set_title; set_title('smolcluster server rank 2'); print(); input()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code, "smolcluster", "spare"], stdin=pipe, stdout=pipe) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         assert cmdline(process.pid) == ["smolcluster server rank 2"]
 
@@ -389,7 +379,6 @@ def test_a_journal_is_enough_to_continue(tmp_path: Path, monkeypatch: pytest.Mon
     journal(run)
     for said, where in (("runs/a", None), ("latest", None), ("auto", run.path)):
         found = find_resume(said, run_dir=where)
-        assert found is not None
         assert (found.run, found.source) == (run, run.checkpoints)
     assert "--resume runs/a" in str(Outcome(command="server").interrupted(run))
     assert "smolcluster server" in str(Outcome(command="server").interrupted(run))
@@ -435,14 +424,10 @@ def test_planes() -> None:
 
 def test_the_servers_rows_are_the_runs() -> None:
     outcome = Outcome()
-    row = {"host": "h", "time": 0.0, "lr": 1.0, "grad_norm": 1.0, "samples": 1, "tokens": 1, "staleness": 0.0}
-    row |= dict.fromkeys(("tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s"), 1.0)
-    row |= {"bytes_sent": 0, "bytes_received": 0}
-    outcome.handle(StepLogged(step=3, rank=0, role="worker", loss=3.0, **row))
-    assert outcome.last_row is not None
+    outcome.handle(logged(3, 0, role="worker", loss=3.0))
     assert outcome.last_row["loss"] == 3.0
-    outcome.handle(StepLogged(step=2, rank=2, role="server", loss=2.0, **row))
-    outcome.handle(StepLogged(step=9, rank=0, role="worker", loss=9.0, **row))
+    outcome.handle(logged(2, 2, role="server", loss=2.0))
+    outcome.handle(logged(9, 0, role="worker", loss=9.0))
     assert outcome.last_row["loss"] == 2.0
 
 
@@ -526,9 +511,8 @@ def test_the_last_rows_of_all_ranks_are_the_runs() -> None:
     """A run that dies says the samples of all its ranks and the loss of the global batch, not those of rank 0."""
     outcome = Outcome()
     for rank, (loss, samples) in enumerate(((2.0, 30), (5.0, 10))):
-        outcome.handle(row(rank=rank, loss=loss, samples=samples))
+        outcome.handle(logged(3, rank, loss=loss, samples=samples))
     last = outcome.last_row
-    assert last is not None
     assert (last["samples"], last["loss"], last["step"]) == (40, 2.75, 3)
 
 
@@ -537,21 +521,13 @@ def test_the_summary_of_a_failed_run_has_what_was_measured(tmp_path: Path) -> No
     measured = {"val_loss": 1.5, "val_accuracy": 0.5, "val_ppl": 4.5, "val_extra": {"f1": 0.25}}
     for rank in range(2):
         outcome.handle(
-            row(rank=rank, loss=2.0, samples=30, tokens_per_s=7.0, skipped=2, **(measured if rank == 0 else {}))
+            logged(3, rank, loss=2.0, samples=30, tokens_per_s=7.0, skipped=2, **(measured if rank == 0 else {}))
         )
     for rank in range(2):  # no evaluation came with the last rows
-        outcome.handle(row(rank=rank, step=4, loss=2.0, samples=40, tokens_per_s=8.0, skipped=2, staleness_max=1))
+        outcome.handle(logged(4, rank, loss=2.0, samples=40, tokens_per_s=8.0, skipped=2, staleness_max=1))
     run = RunDir(tmp_path)
     outcome.write_summary(run, config(), world_size=2, error="killed")
     summary = json.loads(run.summary.read_text())
     expected = {"val_loss": 1.5, "val_accuracy": 0.5, "val_ppl": 4.5, "val_f1": 0.25, "steps": 4, "samples": 80}
     expected |= {"skipped": 2, "staleness_max": 1, "tokens_per_s": 16.0, "error": "killed", "status": "failed"}
     assert {name: summary.get(name) for name in expected} == expected
-
-
-def row(**fields: Any) -> StepLogged:
-    numbers = dict.fromkeys(
-        ("lr", "grad_norm", "tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s", "staleness"), 0.0
-    )
-    counts = dict.fromkeys(("tokens", "bytes_sent", "bytes_received"), 0)
-    return StepLogged(**({"step": 3, "role": "worker", "host": "a", "time": 0.0} | numbers | counts | fields))

@@ -311,7 +311,6 @@ def test_promtail_gives_the_labels_of_the_pusher(role: str) -> None:
     assert known["static_labels"] == {"level": PRINTED}
     assert known["timestamp"] | {"source": "time", "format": "RFC3339Nano", "location": "UTC"} == known["timestamp"]
     match = re.search(known["regex"]["expression"], f"/home/me/runs/my-run/logs/{expected['host']}.log")
-    assert match is not None
     found = match.groupdict() | ({"rank": "3"} if known["json"]["expressions"].get("rank") == "rank" else {})
     assert found == {"host": expected["host"], "rank": "3"}
 
@@ -331,11 +330,9 @@ def test_alloy_gives_the_labels_of_the_pusher() -> None:
     assert order == ["regex", "static_labels", "json", "timestamp", "labels", "label_drop"]
     assert f'values = {{ level = "{PRINTED}" }}' in text
     kept = re.search(r"stage\.labels \{\n +values = \{(.*)\}", text)
-    assert kept is not None
     assert {part.partition("=")[0].strip() for part in kept[1].split(",")} | {"job", "component"} == LABELS
     expression = re.search(r"expression = `(.*)`", text)
     assert expression is not None
     for stem, rank in (("worker-rank12-mini2", "12"), ("server-mini1", None)):
         found = re.search(expression[1], f"/runs/server-test/logs/{stem}.log")
-        assert found is not None
         assert found.groupdict() == {"host": stem, "rank": rank}

@@ -35,7 +35,7 @@ class Screen:
         self._shown.set()
 
     def read(self, _: Any = None) -> str:
-        assert self._shown.wait(60)
+        assert self._shown.wait(300)
         return self.code
 
 
@@ -54,7 +54,7 @@ def pair(ask: Any, *, screen: Screen | None = None) -> tuple[Any, Any]:
     with ThreadPoolExecutor(2) as pool:
         machine = pool.submit(attempt, lambda: offer(here, FACTS, show=screen.show), here)
         cluster = pool.submit(attempt, lambda: accept(there, GIVEN, ask=lambda facts: ask(screen)), there)
-        return machine.result(30), cluster.result(30)
+        return machine.result(300), cluster.result(300)
 
 
 def test_a_code_that_is_typed_as_shown() -> None:
@@ -114,8 +114,8 @@ def test_somebody_between_is_noticed_before_anything_is_handed_out() -> None:
         with pytest.raises(PairingFailed, match="mistyped, or a man in the middle"):
             accept(cluster_end, GIVEN, ask=lambda facts: screen.read())
         cluster_end.close()
-        middle.result(20)
-        other.result(20)
+        middle.result(300)
+        other.result(300)
         machine_end.close()
         machine.exception(20)
     assert stolen == []
@@ -213,8 +213,8 @@ def test_join_refuses_what_it_cannot_use_and_keeps_no_token(
     )
     with ThreadPoolExecutor(1) as pool:
         machine = pool.submit(join, "pi5", address="127.0.0.1")
-        with socket.create_connection(("127.0.0.1", ports.get(timeout=60)), timeout=60) as line:
+        with socket.create_connection(("127.0.0.1", ports.get(timeout=300)), timeout=300) as line:
             accept(line, GIVEN | wrong, ask=screen.read)
         with pytest.raises(UserError, match=words):
-            machine.result(60)
+            machine.result(300)
     assert list(tmp_path.rglob("token")) == []

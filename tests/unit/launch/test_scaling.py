@@ -8,28 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.samples import logged
 
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch import scaling as launch
 from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.launch.scaling import ScalingRequest, batch_for, parse_sizes, plan, run_scaling, sample_of
+from smolcluster.launch.scaling_report import Sample, Scaling, Size, bar, chart, draw, remarks
 from smolcluster.observe.events import Event, StepLogged
-from smolcluster.observe.scaling import Sample, Scaling, Size, bar, chart, draw, remarks
 
 
 def row(step: int, *, rank: int = 0, samples: int, rate: float, role: str = "worker") -> StepLogged:
-    fixed: dict[str, Any] = {"host": "h", "time": 0.0, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": 0.0}
-    fixed |= {"compute_s": 0.0, "comm_s": 0.0, "bytes_sent": 0, "bytes_received": 0, "staleness": 0.0}
-    return StepLogged(
-        step=step,
-        rank=rank,
-        role=role,
-        samples=samples,
-        tokens=2 * samples,
-        samples_per_s=rate,
-        step_time_s=0.0,
-        **fixed,
-    )
+    return logged(step, rank, role=role, samples=samples, tokens=2 * samples, samples_per_s=rate)
 
 
 def size(workers: int, *rates: float, **fields: Any) -> Size:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.samples import spec_of
 from tests.unit.story import Script, Story
 
 from smolcluster.config import load_config, resolve
-from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed
 from smolcluster.launch.local import mesh as local
 from smolcluster.launch.local import supervisor
@@ -97,14 +97,13 @@ def test_the_first_interrupt_saves_and_the_second_ends(story: Mesh, leaves: bool
     life = [*STEP, "stop?", "leave"] if leaves else HANGS
     with pytest.raises(Interrupted, match=r"^interrupted; nothing was saved$"):
         story.run({"worker-0": [["listen", *life]], "worker-1": [life]})
-    assert story.notices() == ["stopping after this step and saving; once more to stop at once"]
+    assert story.notices() == ["stopping after this step and saving; press Ctrl-C again to exit at once"]
     assert story.summary()["status"] == "interrupted"
     assert story.all_gone()
 
 
 def test_deaths_in_a_row_are_counted_from_the_last_progress() -> None:
-    seat = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
-    slot = Slot(spec=WorkerSpec(config={}, host="here", run_dir="", **seat))
+    slot = Slot(spec=spec_of())
     assert [slot.count_death() for _ in range(MAX_DEATHS)] == [*[True] * (MAX_DEATHS - 1), False]
     slot.progress = True
     assert slot.count_death()

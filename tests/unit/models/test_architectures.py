@@ -232,7 +232,6 @@ def test_a_decoder_of_its_own_is_built_cut_and_served(monkeypatch: pytest.Monkey
     assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == shape.shapes()
     assert from_plain("mean", to_plain(shape)) == shape
     layers = layers_of(model)
-    assert layers is not None
     assert layers.count == 3
     assert not isinstance(model, protocols.TensorSharded | protocols.SequenceSharded | GPT)
     tokens = torch.randint(13, (9,), generator=torch.Generator().manual_seed(1))

@@ -16,11 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from smolcluster.config import Config, ModelConfig, dump
+from smolcluster.config import Config, dump
+from smolcluster.config.schema import ModelConfig
 from smolcluster.config.shape import shape_of
 from smolcluster.durable_files import Files
 from smolcluster.engine.checkpoint.export_hf import export_run, write_folder
-from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot
+from smolcluster.engine.checkpoint.snapshot import Snapshot
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.models import GPT, GPTConfig, Qwen3Config, hugging_face

@@ -201,13 +201,6 @@ def test_a_model_from_the_meta_device_needs_only_its_weights(config: GPTConfig) 
     assert torch.equal(model(tokens()), direct(tokens()))
 
 
-@FAMILIES
-def test_the_initial_loss_is_that_of_a_uniform_guess(config: GPTConfig) -> None:
-    torch.manual_seed(0)
-    loss = GPT(config).loss(tokens(8), tokens(8, seed=2))
-    assert loss.item() == pytest.approx(math.log(VOCAB), abs=0.05)
-
-
 # ---- the forward pass against a reference written out again, one head and one token at a time
 
 
@@ -325,30 +318,14 @@ def test_loss_is_fp32_under_autocast_and_in_bf16() -> None:
     assert half.item() == pytest.approx(exact.item(), rel=0.02)
 
 
-@FAMILIES
-def test_each_family_learns_a_pattern(config: GPTConfig) -> None:
-    torch.manual_seed(0)
-    model = GPT(config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    pattern = (torch.arange(CONTEXT + 1) * 7 % 10).repeat(4, 1)
-    losses = []
-    for _ in range(40):
-        loss = model.loss(pattern[:, :-1], pattern[:, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.1 * losses[0]
-
-
 # ---- other ways to run the same pass
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    config=st.sampled_from([GPT2, LLAMA, QWEN2]),
+    config=st.sampled_from([GPT2, LLAMA, QWEN2, QWEN3]),
     batch=st.integers(1, 3),
-    cuts=st.sets(st.integers(1, CONTEXT - 1)),
+    cuts=st.sets(st.integers(1, CONTEXT - 1)) | st.just({*range(1, CONTEXT)}),
 )
 @torch.no_grad()
 def test_a_cache_changes_nothing_however_the_tokens_are_cut(config: GPTConfig, batch: int, cuts: set[int]) -> None:
@@ -358,17 +335,6 @@ def test_a_cache_changes_nothing_however_the_tokens_are_cut(config: GPTConfig, b
     pieces = [model(sequence[:, a:b], cache=cache) for a, b in pairwise(edges)]
     assert cache.length == CONTEXT
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(sequence), rtol=1e-6, atol=1e-6)
-
-
-@FAMILIES
-@pytest.mark.parametrize("cuts", [[], [10, 17], list(range(1, CONTEXT))], ids=["whole", "chunks", "one by one"])
-@torch.no_grad()
-def test_a_cache_changes_nothing_in_fp32(config: GPTConfig, cuts: list[int]) -> None:
-    model, sequence = make(config, dtype=torch.float32), tokens()
-    cache = model.new_cache(2, CONTEXT)
-    edges = [0, *cuts, CONTEXT]
-    pieces = [model(sequence[:, a:b], cache=cache) for a, b in pairwise(edges)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), model(sequence), rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_refuses_what_does_not_fit() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tests.unit import samples
 
 from smolcluster.observe import text
 from smolcluster.observe.console import ConsoleSink
@@ -37,23 +38,20 @@ from smolcluster.observe.summary import render_summary
 
 
 def started(rank: int, **fields: Any) -> RunStarted:
-    defaults: dict[str, Any] = {
-        "role": "worker", "host": f"host{rank}", "run_dir": "runs/a", "task": "gpt", "strategy": "allreduce",
-        "algorithm": "ClassicDP", "world_size": 2, "device": "cpu", "parameters": 4_830_000, "first_step": 0,
-        "steps": 300, "batch_size": 32, "global_batch": 64, "learning_rate": 1e-3, "project_name": "smolcluster",
-        "config": {},
-    }  # fmt: skip
-    return RunStarted(rank=rank, **(defaults | fields))
+    shown: dict[str, Any] = {"host": f"host{rank}", "strategy": "allreduce", "algorithm": "ClassicDP"}
+    return samples.started(rank=rank, **(shown | {"parameters": 4_830_000, "steps": 300} | fields))
 
 
 def logged(rank: int, step: int, **fields: Any) -> StepLogged:
-    defaults: dict[str, Any] = {
-        "role": "worker", "host": f"host{rank}", "time": 1000.0 + step / 5, "loss": 2.0 + rank, "lr": 1e-3,
-        "grad_norm": 1.0, "samples": 32 * step, "tokens": 64 * step, "tokens_per_s": 6150.0, "samples_per_s": 50.0,
-        "step_time_s": 0.16, "compute_s": 0.15, "comm_s": 0.008, "bytes_sent": 1, "bytes_received": 1,
-        "staleness": 0.0,
-    }  # fmt: skip
-    return StepLogged(step=step, rank=rank, **(defaults | fields))
+    shown = {
+        "host": f"host{rank}",
+        "time": 1000.0 + step / 5,
+        "loss": 2.0 + rank,
+        "tokens_per_s": 6150.0,
+        "comm_s": 0.008,
+    }
+    shown |= {"step_time_s": 0.16, "compute_s": 0.15, "bytes_sent": 1, "bytes_received": 1}
+    return samples.logged(step, rank, **(shown | fields))
 
 
 def plain(events: list[Event], *, close: bool = True) -> list[str]:
@@ -98,10 +96,7 @@ def test_a_step_closes_with_its_last_rank_in_any_order(rows: list[StepLogged]) -
 
 def test_a_later_step_closes_the_earlier_one_with_the_ranks_seen_so_far() -> None:
     lines = plain([*BOTH, logged(0, 10, loss=3.0), logged(0, 20), logged(1, 10), logged(1, 20)], close=False)
-    assert [line.split("  ")[:2] for line in lines[1:]] == [
-        ["step 10/300", "loss 3.0000"],
-        ["step 20/300", "loss 2.5000"],
-    ]
+    assert [line[:26] for line in lines[1:]] == ["step 10/300  loss 3.0000  ", "step 20/300  loss 2.5000  "]
 
 
 def test_a_rank_that_has_not_started_is_waited_for() -> None:
@@ -165,28 +160,25 @@ def test_a_server_that_comes_back_goes_on_where_it_was() -> None:
     assert shown == ["step 20/300 ", "warning: the server is back", "step 30/300 ", late, "step 40/300 "]
 
 
-def test_one_worker_of_many_by_itself() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "shown"),
+    [
+        (
+            "allreduce",
+            ["step 10/300  loss 3.0000  6.15k tok/s  eta 0:46", "step 20/300  loss 3.0000  6.15k tok/s  eta 0:56"],
+        ),
+        # Its own steps, not those of the run: without a total, which they may pass, and without a time left.
+        ("edp", ["own step 10  loss 3.0000  6.15k tok/s", "own step 20  loss 3.0000  6.15k tok/s"]),
+    ],
+)
+def test_one_worker_of_many_by_itself(strategy: str, shown: list[str]) -> None:
     stream = io.StringIO()
     sink = ConsoleSink(stream, alone=True)
-    for event in (started(1, world_size=3, device="mps"), logged(1, 10), logged(1, 20)):
+    for event in (started(1, world_size=3, device="mps", strategy=strategy), logged(1, 10), logged(1, 20)):
         sink.handle(event)
-    assert [line[:56] for line in stream.getvalue().splitlines()] == [
-        "gpt | allreduce | worker 1 of 3 on mps | 4.83M parameter",
-        "step 10/300  loss 3.0000  6.15k tok/s  eta 0:46",
-        "step 20/300  loss 3.0000  6.15k tok/s  eta 0:56",
-    ]
-
-
-def test_a_worker_of_edp_by_itself_counts_steps_of_its_own() -> None:
-    """They are not those of the run: without a total, which they may pass, and without a time left."""
-    stream = io.StringIO()
-    sink = ConsoleSink(stream, alone=True)
-    for event in (started(1, world_size=3, strategy="edp"), logged(1, 10), logged(1, 310)):
-        sink.handle(event)
-    assert [line.split("  ") for line in stream.getvalue().splitlines()[1:]] == [
-        ["own step 10", "loss 3.0000", "6.15k tok/s"],
-        ["own step 310", "loss 3.0000", "6.15k tok/s"],
-    ]
+    first, *rest = stream.getvalue().splitlines()
+    assert first.startswith(f"gpt | {strategy} | worker 1 of 3 on mps | 4.83M parameter")
+    assert rest == shown
 
 
 def test_an_evaluation_is_shown_once_whoever_made_it_and_however_late() -> None:
@@ -375,14 +367,9 @@ def test_the_eta_counts_down_between_steps_and_stops_at_zero() -> None:
 
 
 def test_work_before_training_has_bars() -> None:
-    frame, _ = live(
-        [
-            Progress(name="download mnist", done=3_000_000, total=9_900_000),
-            Progress(name="tokens", done=1200, total=None, unit="tokens"),
-            Progress(name="old", done=5, total=None),
-            Progress(name="old", done=5, total=5),
-        ]
-    )
+    under_way = Progress(name="download mnist", done=3_000_000, total=9_900_000)
+    old = (Progress(name="old", done=5, total=total) for total in (None, 5))
+    frame, _ = live([under_way, Progress(name="tokens", done=1200, total=None, unit="tokens"), *old])
     lines = frame.splitlines()
     assert re.fullmatch(r"download mnist [━╸╺]+ 3\.00 MB of 9\.90 MB", lines[0])
     assert re.fullmatch(r"tokens [━╸╺]+ 1\.20k tokens", lines[1])
@@ -533,14 +520,8 @@ def test_the_summary_says_how_it_went_and_where_everything_is() -> None:
         "12.0 MB sent, 12.0 MB received   850 MB peak memory",
     ]
     assert lines[5].startswith("   0.4 ┤")
-    assert lines[-6:] == [
-        "sample",
-        "  def f(x):",
-        "      return x",
-        "",
-        "checkpoint runs/a/checkpoints/step-00000300",
-        "run        runs/a",
-    ]
+    assert lines[-6:-2] == ["sample", "  def f(x):", "      return x", ""]
+    assert lines[-2:] == ["checkpoint runs/a/checkpoints/step-00000300", "run        runs/a"]
 
 
 def test_the_summary_of_a_run_that_came_to_nothing() -> None:

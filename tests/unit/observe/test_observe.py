@@ -21,6 +21,7 @@ from typing import Any, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.samples import logged, started
 
 from smolcluster.errors import MissingExtra
 from smolcluster.observe import events
@@ -31,7 +32,6 @@ from smolcluster.observe.events import (
     Phase,
     Progress,
     RunFinished,
-    RunStarted,
     StepLogged,
     from_json,
     to_json,
@@ -41,25 +41,6 @@ from smolcluster.observe.logs import LogSink, log_path, reset_logging, setup_log
 from smolcluster.observe.observer import Observer
 from smolcluster.observe.pipe import PipeSink
 from smolcluster.observe.tracking import TensorBoardSink, WandbSink, has_login, metrics_of, run_name
-
-
-def started(**fields: Any) -> RunStarted:
-    defaults: dict[str, Any] = {
-        "rank": 1, "role": "worker", "host": "macbook", "run_dir": "runs/a", "task": "gpt", "strategy": "edp",
-        "algorithm": "EDP", "world_size": 2, "device": "cpu", "parameters": 1000, "first_step": 0, "steps": 100,
-        "batch_size": 32, "global_batch": 64, "learning_rate": 1e-3, "project_name": "smolcluster", "config": {},
-    }  # fmt: skip
-    return RunStarted(**(defaults | fields))
-
-
-def logged(step: int, rank: int = 0, **fields: Any) -> StepLogged:
-    defaults: dict[str, Any] = {
-        "role": "worker", "host": "mini", "time": 1000.0 + step, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0,
-        "samples": 32 * step, "tokens": 64 * step, "tokens_per_s": 100.0, "samples_per_s": 50.0, "step_time_s": 0.5,
-        "compute_s": 0.4, "comm_s": 0.1, "bytes_sent": 10, "bytes_received": 20, "staleness": 0.0,
-    }  # fmt: skip
-    return StepLogged(step=step, rank=rank, **(defaults | fields))
-
 
 # Events -------------------------------------------------------------------------------------------------------------
 
@@ -267,10 +248,9 @@ def test_rows_of_several_processes_never_mix(tmp_path: Path) -> None:
         # All start writing at once.
         assert [process.stdout.readline() for process in processes if process.stdout] == ["ready\n"] * num_processes
         for process in processes:
-            assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        assert [process.wait(60) for process in processes] == [0] * num_processes
+        assert [process.wait(300) for process in processes] == [0] * num_processes
     finally:
         for process in processes:
             process.kill()
@@ -700,7 +680,7 @@ def test_a_wandb_that_cannot_start_is_dropped_by_the_observer(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb({"offline": FakeWandb.Error("broken")}))
     sink, other = WandbSink("p", "n", tmp_path, {}), Recorder()
-    sink._thread.join(30)
+    sink._thread.join(300)
     with Observer([sink, other]) as observer:
         observer.emit(logged(1))
         observer.emit(logged(2))

@@ -12,52 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+from tests.unit.samples import logged, started
 
-from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, RunStarted, StepLogged
+from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 from smolcluster.observe.observer import Observer
 from smolcluster.observe.prometheus import CONTENT_TYPE, METRICS, PrometheusSink, format_value, port_of, run_name_of
 
-STARTED = RunStarted(
-    rank=1,
-    role="worker",
-    host="pi5",
-    run_dir="runs/my-run",
-    task="gpt",
-    strategy="edp",
-    algorithm="EDP",
-    world_size=2,
-    device="cpu",
-    parameters=10,
-    first_step=0,
-    steps=300,
-    batch_size=4,
-    global_batch=8,
-    learning_rate=0.1,
-    project_name="smolcluster",
-    config={},
-)
-ROW = StepLogged(
-    step=7,
-    rank=1,
-    role="worker",
-    host="pi5",
-    time=1_700_000_000.5,
-    loss=2.25,
-    lr=0.1,
-    grad_norm=float("inf"),
-    samples=56,
-    tokens=1792,
-    tokens_per_s=100.5,
-    samples_per_s=3.0,
-    step_time_s=0.25,
-    compute_s=0.2,
-    comm_s=0.05,
-    bytes_sent=10,
-    bytes_received=20,
-    staleness=0.5,
-    staleness_max=2,
-    stale_rejected=3,
-    skipped=2,
+STARTED = started(host="pi5", run_dir="runs/my-run", steps=300)
+ROW = logged(
+    *(7, 1),
+    **{"host": "pi5", "time": 1_700_000_000.5, "loss": 2.25, "lr": 0.1, "grad_norm": math.inf, "samples": 56},
+    **{"tokens": 1792, "tokens_per_s": 100.5, "samples_per_s": 3.0, "step_time_s": 0.25, "compute_s": 0.2},
+    **{"comm_s": 0.05, "staleness": 0.5, "staleness_max": 2, "stale_rejected": 3, "skipped": 2},
 )
 
 
@@ -105,7 +71,7 @@ def parse(text: str) -> dict[str, Family]:
 def get(
     sink: PrometheusSink, path: str = "/metrics", *, host: str | None = "127.0.0.1", method: str = "GET"
 ) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", sink.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", sink.port, timeout=300)
     connection.putrequest(method, path, skip_host=True)
     if host is not None:
         connection.putheader("Host", host)
@@ -141,39 +107,16 @@ def test_the_last_value_of_everything_is_served(sink: PrometheusSink) -> None:
         observer.emit(CheckpointSaved(step=5, path="x", stall_s=0.01, write_s=0.5, size_bytes=1, best=False))
         observer.emit(CheckpointFailed(step=6, reason="full"))
         families = parse(get(sink)[1])
-    expected = {
-        "step": 7,
-        "last_step_timestamp_seconds": 1_700_000_000.5,
-        "loss": 2.25,
-        "val_loss": 2.5,
-        "learning_rate": 0.1,
-        "grad_norm": math.inf,
-        "samples_total": 56,
-        "tokens_total": 1792,
-        "tokens_per_second": 100.5,
-        "samples_per_second": 3.0,
-        "step_seconds": 0.25,
-        "compute_seconds": 0.2,
-        "comm_seconds": 0.05,
-        "bytes_sent_total": 10,
-        "bytes_received_total": 20,
-        "staleness": 0.5,
-        "stale_rejected_total": 3,
-        "skipped_total": 2,
-        "checkpoint_step": 5,
-        "checkpoint_seconds": 0.5,
-        "checkpoint_stall_seconds": 0.01,
-        "checkpoint_failures_total": 1,
-        "up": 1,
-        "run_info": 1,
-        "planned_steps": 300,
-    }
+    said = ("loss", "val_loss", "grad_norm", "staleness", "samples_total", "tokens_total", "bytes_sent_total")
+    expected = dict(zip(said, (2.25, 2.5, math.inf, 0.5, 56, 1792, 10), strict=True))
+    expected |= {"step": 7, "last_step_timestamp_seconds": 1_700_000_000.5, "learning_rate": 0.1, "step_seconds": 0.25}
+    expected |= {"tokens_per_second": 100.5, "samples_per_second": 3.0, "compute_seconds": 0.2, "comm_seconds": 0.05}
+    expected |= {"bytes_received_total": 20, "stale_rejected_total": 3, "skipped_total": 2, "checkpoint_step": 5}
+    expected |= {"checkpoint_seconds": 0.5, "checkpoint_stall_seconds": 0.01, "checkpoint_failures_total": 1}
+    expected |= {"up": 1, "run_info": 1, "planned_steps": 300}
     assert {name.removeprefix("smolcluster_"): family.value for name, family in families.items()} == expected
-    unsaid = {
-        "smolcluster_members",
-        "smolcluster_val_accuracy",
-        "smolcluster_val_metric",
-    }  # of a server; of a task that tells it
+    # Of a server; of a task that tells it.
+    unsaid = {"smolcluster_members", "smolcluster_val_accuracy", "smolcluster_val_metric"}
     assert set(families) == set(METRICS) - unsaid
 
 
@@ -209,14 +152,8 @@ def test_a_server_is_asked_who_takes_part() -> None:
 
 
 def test_numbers_and_names_that_need_care() -> None:
-    assert [format_value(x) for x in (3, 0.1, math.nan, math.inf, -math.inf, 1e-20)] == [
-        "3",
-        "0.1",
-        "NaN",
-        "+Inf",
-        "-Inf",
-        "1e-20",
-    ]
+    shown = [format_value(x) for x in (3, 0.1, math.nan, math.inf, -math.inf, 1e-20)]
+    assert shown == ["3", "0.1", "NaN", "+Inf", "-Inf", "1e-20"]
     odd = replace(STARTED, host='a"b\\c\nd')
     sink = PrometheusSink(odd, host="127.0.0.1", port=0, run="r")
     assert parse(get(sink)[1])["smolcluster_up"].labels["host"] == 'a"b\\c\nd'

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from smolcluster.config import TrainingConfig, load_config, resolve
+from smolcluster.config import load_config, resolve
 from smolcluster.config.options import FSDPOptions, MeshOptions, PipelineOptions, TensorOptions
+from smolcluster.config.schema import TrainingConfig
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.models.gpt import GPT, GPTConfig
@@ -248,16 +249,8 @@ def test_fused_rows_are_dealt_out_section_by_section() -> None:
     fusions = Fusions({"blocks.*.qkv": (4, 2, 2)}, 2)
     whole = torch.arange(8.0)[:, None].repeat(1, 3)
     arranged = fusions.arranged("blocks.7.qkv.weight", whole)
-    assert arranged[:, 0].tolist() == [
-        0,
-        1,
-        4,
-        6,
-        2,
-        3,
-        5,
-        7,
-    ]  # the first rank's queries, keys, values; then the second's
+    # The first rank's queries, keys, values; then the second's.
+    assert arranged[:, 0].tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
     assert torch.equal(fusions.restored("blocks.7.qkv.weight", arranged), whole)
     assert torch.equal(fusions.arranged("blocks.7.out.weight", whole), whole)
     counter = torch.tensor(3.0)

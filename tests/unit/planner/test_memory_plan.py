@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.samples import spec_of
 from tests.world import TASKS
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,10 +26,8 @@ from smolcluster.config import load_config, resolve
 from smolcluster.engine import role
 from smolcluster.engine.checks import Room, check_memory
 from smolcluster.engine.elastic.wal.journal import disk_bound
-from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.worker import Worker
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.observe.memory import show_memory
 from smolcluster.observe.text import size
 from smolcluster.parallel.owned_buckets import fill_rows
 from smolcluster.parallel.placement import Cost
@@ -47,6 +46,7 @@ from smolcluster.planner.forecast import (
     forecast,
 )
 from smolcluster.planner.memory_estimate import Activations
+from smolcluster.planner.memory_table import show_memory
 from smolcluster.planner.report import choose, to_dict
 from smolcluster.tasks.find import find_task
 
@@ -261,15 +261,8 @@ def test_a_model_that_looks_at_values_gets_the_formula(tmp_path: Path) -> None:
 
 
 def cost(states: int, *, offloaded: bool = False) -> Cost:
-    return Cost(
-        parameter_bytes=states,
-        gradient_bytes=0,
-        optimizer_bytes=0,
-        bytes_sent=0,
-        bytes_received=0,
-        messages=0,
-        offloaded=offloaded,
-    )
+    moved = {"bytes_sent": 0, "bytes_received": 0, "messages": 0}
+    return Cost(parameter_bytes=states, gradient_bytes=0, optimizer_bytes=0, offloaded=offloaded, **moved)
 
 
 def room(gigabytes: float, free: float | None = None) -> Room:
@@ -326,15 +319,8 @@ def test_memory_that_others_use_now_is_warned_of() -> None:
 def test_a_worker_refuses_before_it_meets_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(role, "room_of", lambda _: Room(total=10**6, free=10**6))
     config = resolve(load_config([], sets={**GPT, "strategy.name": "pipeline", "cluster.num_workers": 2}))
-    spec = WorkerSpec(
-        config=config.model_dump(mode="json"),
-        rank=1,
-        world_size=2,
-        local_rank=1,
-        local_world_size=2,
-        host="here",
-        run_dir=str(tmp_path),
-    )
+    place = {"rank": 1, "world_size": 2, "local_rank": 1, "local_world_size": 2}
+    spec = spec_of(config=config.model_dump(mode="json"), run_dir=str(tmp_path), **place)
     with pytest.raises(UserError, match=r"2 ranks on this machine together must hold .* has 1\.00 MB"):
         Worker(spec, None, [])._prepare()  # type: ignore[arg-type]
 
@@ -360,15 +346,7 @@ def test_only_what_is_sure_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
         config = resolve(
             load_config([], sets={"task": f"{path}:{name}", "training.device": "cpu", "training.batch_size": 4})
         )
-        spec = WorkerSpec(
-            config=config.model_dump(mode="json"),
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            local_world_size=1,
-            host="here",
-            run_dir=str(tmp_path),
-        )
+        spec = spec_of(config=config.model_dump(mode="json"), run_dir=str(tmp_path))
         Worker(spec, None, [])._prepare()  # type: ignore[arg-type]
     assert said == [2 * 4 * 10_000]  # weights and gradients; and of the second nothing is said
 
@@ -395,11 +373,8 @@ def test_memory_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def row(label: str, peak: int, *, less: int | None = None, **fields: Any) -> Forecast:
-    ways = {
-        Activations(): Peak(
-            at=Held(parameters=peak // 2, other=peak - peak // 2), each=Held(parameters=peak // 2, other=peak)
-        )
-    }
+    half = peak // 2
+    ways = {Activations(): Peak(at=Held(parameters=half, other=peak - half), each=Held(parameters=half, other=peak))}
     if less is not None:
         ways[Activations(True, False)] = Peak(at=Held(parameters=less), each=Held(parameters=less))
     seat = SeatMemory(ranks=[0, 1], role="worker", states=ways[Activations()].each, ways=ways, **fields)
@@ -407,25 +382,16 @@ def row(label: str, peak: int, *, less: int | None = None, **fields: Any) -> For
     return Forecast(choice=choice, seats=[seat], costs=[dataclasses.replace(cost(0), bytes_sent=3 * 10**6)] * 2)
 
 
-def plan(*rows: Forecast, limit: int = 10**9) -> MemoryPlan:
-    return MemoryPlan(
-        parameters=1000,
-        ranks=2,
-        device="cpu",
-        limit=limit,
-        limit_source="said",
-        configured=Activations(),
-        rows=list(rows),
-    )
+def plan(*rows: Forecast, limit: int = 10**9, **fields: Any) -> MemoryPlan:
+    said = {"parameters": 1000, "ranks": 2, "device": "cpu", "limit_source": "said", "configured": Activations()}
+    return MemoryPlan(**(said | {"limit": limit, "rows": list(rows)} | fields))
 
 
 def test_the_first_that_fits_is_recommended_and_recomputing_only_if_none_does() -> None:
     rows = [row("large", 3 * 10**9, less=2 * 10**9), row("middle", 2 * 10**9, less=10**8), row("small", 10**9)]
     best = plan(*rows).recommended
-    assert best is not None
     assert (best[0].choice.label, best[1]) == ("small", Activations())
     best = plan(*rows[:2]).recommended
-    assert best is not None
     assert (best[0].choice.label, best[1]) == ("middle", Activations(True, False))
     assert plan(rows[0]).recommended is None
     assert plan(row("slow start", 10**8, start=2 * 10**9)).recommended is None
@@ -487,15 +453,9 @@ def test_what_a_process_says_is_what_it_saw() -> None:
 def test_the_page_shows_what_the_command_prints() -> None:
     page = (Path(__file__).parents[3] / "docs/memory.md").read_text(encoding="utf-8")
     shown = page.split("```")[3].strip().splitlines()
-    table = MemoryPlan(
-        parameters=124_439_808,
-        ranks=4,
-        device="cpu",
-        limit=7_700_000_000,
-        limit_source="8.00 GB for each rank, as given, less 300 MB for its process",
-        configured=Activations(),
-        rows=[row(c.label, 10**9) for c in choices(4) if c.strategy != "single"],
-    )
+    source = "8.00 GB for each rank, as given, less 300 MB for its process"
+    rows = [row(c.label, 10**9) for c in choices(4) if c.strategy != "single"]
+    table = plan(*rows, limit=7_700_000_000, parameters=124_439_808, ranks=4, limit_source=source)
     stream = io.StringIO()
     show_memory(to_dict(table), stream)
     printed = [line.rstrip() for line in stream.getvalue().splitlines()]

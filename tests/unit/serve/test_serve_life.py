@@ -74,7 +74,7 @@ def test_every_local_stage_is_told_its_place(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(local.subprocess, "Popen", popen)
     stages = local.LocalStages("127.0.0.1:1", 2, gave_up=lambda words: None, options=["--device", "cuda"])
     for _ in range(2):
-        assert started.acquire(timeout=20)
+        assert started.acquire(timeout=300)
     stages.close()
     places = sorted(
         (command[command.index("--name") + 1], command[command.index("--local-rank") + 1]) for command in commands
@@ -95,7 +95,7 @@ def test_one_that_cannot_be_started_now_is_tried_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(local.subprocess, "Popen", popen)
     monkeypatch.setattr(local, "RESTART_DELAY_S", 0.0)
     stages = local.LocalStages("127.0.0.1:1", 1, gave_up=gave_up.put)
-    said = gave_up.get(timeout=20)
+    said = gave_up.get(timeout=300)
     assert len(tries) == local.MAX_DEATHS
     assert said == "stage-0 died 5 times in a row, the last with status none (Cannot allocate memory)"
     stages.close()
@@ -114,9 +114,9 @@ def test_one_that_ends_when_the_end_is_expected_is_not_started_again(monkeypatch
     real = subprocess.Popen
     monkeypatch.setattr(local.subprocess, "Popen", popen)
     stages = local.LocalStages("127.0.0.1:1", 1, gave_up=lambda words: None)
-    assert there.acquire(timeout=20)
+    assert there.acquire(timeout=300)
     started[0].kill()
-    assert there.acquire(timeout=20), "it was not started again"
+    assert there.acquire(timeout=300), "it was not started again"
     stages.stop_restarting()
     started[1].kill()
     stages.close()

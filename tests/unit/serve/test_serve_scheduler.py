@@ -50,6 +50,12 @@ class Machines:
                 chosen[row.sequence] = Token(token=after(tuple(cache)))
         return chosen
 
+    def step(self) -> SentBatch:
+        """The next batch, answered."""
+        sent = self.scheduler.next_batch(now=0.0)
+        self.scheduler.complete(sent.number, self.answer(sent))
+        return sent
+
     def forget(self) -> None:
         for number, _ in self.scheduler.finished:
             self.caches.pop(number, None)
@@ -181,13 +187,10 @@ def test_nobody_waits_long_behind_a_prompt() -> None:
     scheduler, told = Scheduler(SchedulerLimits(chunk=16), routes=TWO), Told()
     machines = Machines(scheduler)
     scheduler.submit(ask(1, max_tokens=30), told)
-    scheduler.complete((sent := scheduler.next_batch(now=0.0)).number, machines.answer(sent))  # type: ignore
+    machines.step()
     scheduler.submit(ask(*range(160)), Told())
     for _ in range(10):
-        sent = scheduler.next_batch(now=0.0)
-        assert sent is not None
-        assert sum(row.count for row in sent.rows) <= 17
-        scheduler.complete(sent.number, machines.answer(sent))
+        assert sum(row.count for row in machines.step().rows) <= 17
     assert len(told) >= 10
 
 
@@ -234,11 +237,8 @@ def test_a_lost_machine_costs_time_and_no_token() -> None:
     machines = Machines(scheduler)
     scheduler.submit(ask(1, 2, max_tokens=6), told)
     for _ in range(3):
-        sent = scheduler.next_batch(now=0.0)
-        assert sent is not None
-        scheduler.complete(sent.number, machines.answer(sent))
+        machines.step()
     lost = scheduler.next_batch(now=0.0)
-    assert lost is not None
     scheduler.set_routes(Routes((("a",), ("c",))), now=1.0)
     assert scheduler.finished == [(lost.rows[0].sequence, ("a", "b"))]
     assert scheduler.in_flight == {}  # nobody waits for it
@@ -278,7 +278,6 @@ def test_those_who_begin_again_keep_their_order() -> None:
     assert [sequence.request.tokens[0] for sequence in scheduler._waiting] == [0, 1, 2]
     scheduler.set_routes(dataclasses.replace(TWO, cache_tokens={"a": 60, "b": 60}), now=2.0)  # for one of them
     sent = scheduler.next_batch(now=2.0)
-    assert sent is not None
     assert sent.tokens == (0, 5)
     scheduler.fail(sent.number, now=3.0)
     assert [sequence.request.tokens[0] for sequence in scheduler._waiting] == [0, 1, 2]
@@ -289,34 +288,25 @@ def test_a_batch_that_fails_again_and_again_is_given_up() -> None:
     scheduler.submit(ask(1), told)
     for _ in range(MAX_TRIES):
         sent = scheduler.next_batch(now=0.0)
-        assert sent is not None
         scheduler.fail(sent.number, now=0.0)
     assert scheduler.next_batch(now=0.0) is None
     assert isinstance(told[-1], SmolclusterError)
 
 
-def test_nobody_is_kept_waiting_for_ever() -> None:
-    scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0), routes=TWO), Told()
-    scheduler.submit(ask(1, max_tokens=9), told)
-    scheduler.next_batch(now=0.0)
-    scheduler.set_routes(Routes((("a",), ())), now=5.0)
-    scheduler.expire(now=14.0)
-    assert told == []
-    scheduler.expire(now=16.0)
-    assert isinstance(told[-1], Unavailable)
-    with pytest.raises(Unavailable):
-        scheduler.submit(ask(1), Told())
-
-
-def test_layers_that_are_being_loaded_are_waited_for() -> None:
+@pytest.mark.parametrize(("loading", "patient_s"), [(False, 10.0), (True, 100.0)])
+def test_nobody_is_kept_waiting_for_ever(loading: bool, patient_s: float) -> None:
+    """Longer for layers that are being loaded."""
     scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, loading_s=100.0), routes=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
-    scheduler.set_routes(Routes((("a",), ()), loading=True), now=5.0)
-    scheduler.expire(now=90.0)
+    scheduler.set_routes(Routes((("a",), ()), loading=loading), now=5.0)
+    scheduler.expire(now=4.0 + patient_s)
     assert told == []
-    scheduler.expire(now=106.0)
+    scheduler.expire(now=6.0 + patient_s)
     assert isinstance(told[-1], Unavailable)
+    if not loading:
+        with pytest.raises(Unavailable):
+            scheduler.submit(ask(1), Told())
 
 
 def test_patience_begins_anew_with_every_loss() -> None:
@@ -377,7 +367,6 @@ def test_a_short_prompt_does_not_wait_for_the_long_ones_before_it() -> None:
     for length in (200, 200, 2):
         scheduler.submit(ask(*range(length)), Told())
     sent = scheduler.next_batch(now=0.0)
-    assert sent is not None
     assert sorted((row.sequence, row.count) for row in sent.rows) == [(1, 14), (2, 14), (3, 2)]
     assert [row.answer for row in sent.rows if row.sequence == 3] == [True]
 
@@ -394,17 +383,13 @@ def tight(room: int) -> Routes:
     return Routes((("a",), ("b",)), cache_tokens={"b": room})
 
 
-def test_who_does_not_fit_waits_for_room() -> None:
-    scheduler = Scheduler(routes=tight(2 * (50 + 64)))
+@pytest.mark.parametrize("room", [2, 3])
+def test_who_does_not_fit_waits_for_room(room: int) -> None:
+    scheduler = Scheduler(routes=tight(room * (50 + 64)))
     for _ in range(3):
         scheduler.submit(ask(*range(50)), Told())
     assert scheduler.next_batch(now=0.0) is not None
-    assert (scheduler.running, scheduler.waiting) == (2, 1)
-    with_room = Scheduler(routes=Routes(TWO.stages, cache_tokens={"b": 3 * (50 + 64)}))
-    for _ in range(3):
-        with_room.submit(ask(*range(50)), Told())
-    assert with_room.next_batch(now=0.0) is not None
-    assert with_room.running == 3
+    assert (scheduler.running, scheduler.waiting) == (room, 3 - room)
 
 
 def test_when_memory_becomes_tight_the_last_steps_back_and_loses_nothing() -> None:
@@ -447,9 +432,7 @@ def test_one_that_no_longer_fits_where_it_must_go_on_ends_there() -> None:
     scheduler.submit(ask(1, 2, max_tokens=40), told)
     machines = Machines(scheduler)
     while len(told.tokens) < 25:
-        sent = scheduler.next_batch(now=0.0)
-        assert sent is not None
-        scheduler.complete(sent.number, machines.answer(sent))
+        machines.step()
     scheduler.set_routes(Routes((("c",), ("d",)), cache_tokens={"d": 20}), now=0.0)
     serve(scheduler, machines)
     assert told.tokens == alone(ask(1, 2, max_tokens=25))

@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 from tests.unit.gguf_files import write_gguf
 from torch import Tensor
 
-from smolcluster.config import Config, ModelConfig, dump
-from smolcluster.config.schema import DataConfig
+from smolcluster.config import Config, dump
+from smolcluster.config.schema import DataConfig, ModelConfig
 from smolcluster.config.shape import shape_of
 from smolcluster.data.sources import find_sources
 from smolcluster.data.tokenizers import printable_bytes
 from smolcluster.engine.checkpoint.export_hf import write_folder
-from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot
+from smolcluster.engine.checkpoint.snapshot import Snapshot
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.models import GPT, GPTConfig

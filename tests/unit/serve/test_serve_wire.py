@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving import RandomSource, llama, qwen3
 
+from smolcluster.comm.addresses import split_address
 from smolcluster.comm.elastic.collectives.state_transfer import state_messages
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
-from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.compute.memory import built_in_bytes, machine_bytes
 from smolcluster.serve.engine import wire
 from smolcluster.serve.engine.front import Front

@@ -16,7 +16,7 @@ from tools.reference import markdown
 
 from smolcluster.config import Config, dump, load_config, resolve, strategies
 from smolcluster.config.describe import schema_for_editors
-from smolcluster.config.options import Options
+from smolcluster.config.options import Options, RoundOptions
 from smolcluster.config.schema import StrategyConfig
 from smolcluster.config.strategies import (
     BUILT_IN,
@@ -258,6 +258,34 @@ def test_options_are_the_strategys_own_and_the_others_are_named() -> None:
 def test_options_for_members_that_come_and_go_are_named_where_they_stay(plane: str | None, ignored: list[str]) -> None:
     section = StrategyConfig(name="allreduce", step_timeout=60.0, on_stale="stop", codec="powersgd", codec_rank=4)
     assert read_options(section, plane=plane)[1] == ignored
+
+
+@pytest.mark.parametrize(
+    ("given", "ignored"),
+    [
+        (
+            {"codec": "fp32", "average": "all", "feedback_decay": 0.5, "codec_bits": 4},
+            "average codec_bits feedback_decay",
+        ),
+        ({"codec": "int4", "average": "all", "feedback_decay": 0.5, "codec_k": 8}, "average codec_k"),
+        ({"preset": "wan", "average": "all", "feedback_decay": 0.5, "codec_k": 8}, ""),
+        ({"preset": "wan", "nesterov": True}, "nesterov"),
+        ({"preset": "wan", "codec": "bf16"}, ""),  # nobody gave the preset's codec_bits
+    ],
+)
+def test_options_beside_which_others_have_no_effect_name_them(given: dict[str, Any], ignored: str) -> None:
+    for plane in ("mesh", "elastic"):
+        assert read_options(StrategyConfig(name="diloco", **given), plane=plane)[1] == ignored.split()
+    quantized = StrategyConfig(name="syncps", use_quantization=True, codec="powersgd", codec_rank=4)
+    assert read_options(quantized)[1] == ["codec_rank"]
+
+
+def test_local_steps_need_the_length_of_a_round() -> None:
+    class Endless(RoundOptions):
+        pass
+
+    with pytest.raises(TypeError, match="steps_per_round"):
+        Endless()
 
 
 @pytest.mark.parametrize(

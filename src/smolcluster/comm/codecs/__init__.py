@@ -49,7 +49,7 @@ def make_codec(name: str, **options: Any) -> Codec:
 
 def chosen_codec(options: CodecOptions) -> Codec:
     """Make the codec that a strategy's options select."""
-    name = "int8" if options.use_quantization else options.codec
+    name = options.chosen
     extra: dict[str, dict[str, Any]] = {
         "topk": {"fraction": options.codec_fraction},
         "randk": {"fraction": options.codec_fraction},

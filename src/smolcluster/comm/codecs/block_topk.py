@@ -39,8 +39,8 @@ from smolcluster.comm.codecs.base import Codec, CodecError, numbers, store
 from smolcluster.errors import UserError
 
 BLOCK, TILE = 4096, 64
-MOST_BITS = 8
-MOST_RICE = 12  # 4096 numbers have places of 12 bits
+MAX_BITS = 8
+MAX_RICE = 12  # 4096 numbers have places of 12 bits
 Bits = npt.NDArray[np.uint8]
 Whole = npt.NDArray[Any]
 
@@ -54,7 +54,7 @@ class BlockTopK(Codec):
     bits: int = 2
 
     def __post_init__(self) -> None:
-        for option, value, least, most in (("k", self.k, 1, BLOCK), ("bits", self.bits, 0, MOST_BITS)):
+        for option, value, least, most in (("k", self.k, 1, BLOCK), ("bits", self.bits, 0, MAX_BITS)):
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise UserError(
                     f"codec {self.name}: {option} = {value!r} must be a whole number from {least} to {most}"
@@ -64,11 +64,10 @@ class BlockTopK(Codec):
         if (blocks := Blocks.of(shape)).count == 0:
             return 0
         total = blocks.count * self._kept(blocks)
-        r = min(range(MOST_RICE + 1), key=lambda r: total * r + blocks.count * (blocks.size >> r))
+        r = min(range(MAX_RICE + 1), key=lambda r: total * r + blocks.count * (blocks.size >> r))
         return self._head_bytes(total) + -(-total * r // 8) + -(-(total + blocks.count * (blocks.size >> r)) // 8)
 
     def _kept(self, blocks: Blocks) -> int:
-        """Return how many numbers of each block are kept."""
         return min(blocks.size, math.ceil(self.k * blocks.size / BLOCK))
 
     def _head_bytes(self, total: int) -> int:
@@ -181,7 +180,7 @@ def unpack(data: Bits, bits: int, count: int) -> Whole:
 def rice(gaps: Whole, *, most_bytes: int) -> tuple[Bits, int]:
     """Rice-code the gaps in the fewest bytes. Returns the bytes and the parameter."""
     n = len(gaps)
-    r = min(range(MOST_RICE + 1), key=lambda r: (-(-n * r // 8) + -(-(n + int((gaps >> r).sum())) // 8), r))
+    r = min(range(MAX_RICE + 1), key=lambda r: (-(-n * r // 8) + -(-(n + int((gaps >> r).sum())) // 8), r))
     high = gaps >> r
     unary = np.zeros(len(gaps) + int(high.sum()), dtype=np.uint8)
     unary[np.cumsum(high + 1) - 1] = 1
@@ -193,7 +192,7 @@ def rice(gaps: Whole, *, most_bytes: int) -> tuple[Bits, int]:
 def unrice(data: Bits, r: int, count: int, *, most: int) -> tuple[Whole, int]:
     """Decode `count` gaps. Returns them and the bytes they took. Raises CodecError for invalid bytes."""
     low_bytes = -(-count * r // 8)
-    if r > MOST_RICE or len(data) < low_bytes:
+    if r > MAX_RICE or len(data) < low_bytes:
         raise CodecError(f"Rice parameter {r} does not fit {len(data)} bytes of places")
     unary = np.unpackbits(data[low_bytes : low_bytes + -(-(count + (most >> r)) // 8)], bitorder="little")
     ones = np.flatnonzero(unary)[:count]

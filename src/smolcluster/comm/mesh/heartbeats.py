@@ -23,20 +23,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from smolcluster.comm.elastic.transport.api import Link
+from smolcluster.comm.addresses import split_address
+from smolcluster.comm.elastic.transport.api import Handler, Link
 from smolcluster.comm.elastic.transport.frames import META_BYTES, encode_meta, shared
-from smolcluster.comm.elastic.transport.messages import Head, Kind, Message, Peer
+from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
 from smolcluster.comm.elastic.transport.security import Keyring
-from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 
 REPORT_BYTES = 1 << 17  # of one member
 VIEW_BYTES = META_BYTES - (1 << 12)  # of all reports together
 NUMBER_BYTES = 32  # per member in a view: its number, and how it left
 TEXT_CHARS = 2000  # of one text in a report
-MOST_MEMBERS = 4096
-MOST_GONE = 256  # former members in the view
-MOST_PENDING = 64  # unauthenticated connections
+MAX_MEMBERS = 4096
+MAX_GONE = 256  # former members in the view
+MAX_PENDING = 64  # unauthenticated connections
 CONNECT_S = 10.0  # per attempt; then the name is resolved again
 
 CLOSED, SILENT = "closed", "silent"  # how a member left
@@ -52,7 +52,7 @@ class Membership:
     how: dict[int, str] = field(default_factory=dict)  # CLOSED or SILENT, for each of `gone`
 
 
-class MembershipServer:
+class MembershipServer(Handler):
     """Serves the roster. Listens once constructed; raises UserError if it cannot.
 
     Members authenticate with a token of the `keyring`, or else with the `secret`.
@@ -85,8 +85,8 @@ class MembershipServer:
     def linked(self, link: Link) -> None:
         if link.peer.role != "member":
             link.close(f"this address serves a heartbeat roster and accepts no {link.peer.role}")
-        elif len(self._members) >= MOST_MEMBERS:
-            link.close(f"the heartbeat roster is full: {MOST_MEMBERS} members")
+        elif len(self._members) >= MAX_MEMBERS:
+            link.close(f"the heartbeat roster is full: {MAX_MEMBERS} members")
         else:
             self._members[link] = _Member()
 
@@ -111,15 +111,9 @@ class MembershipServer:
             return
         self._view.gone[member.number] = self._view.members.pop(member.number)
         self._view.how[member.number] = _how(link)
-        if len(self._view.gone) > MOST_GONE:
+        if len(self._view.gone) > MAX_GONE:
             self._forget_one()
         self._send_to_all()
-
-    def place(self, link: Link, head: Head) -> None:
-        return None
-
-    def refused(self, address: str, reason: str) -> None:
-        pass
 
     def _make_room(self, number: int, nbytes: int) -> bool:
         """Forget former members until the report fits. Returns whether it does."""
@@ -161,7 +155,7 @@ class _Member:
     is_sending: bool = False
 
 
-class MembershipClient:
+class MembershipClient(Handler):
     """One member. Dials until the server answers; does not reconnect after a loss.
 
     `on_change` is called after every change of the view, on the transport's thread, and must not block.
@@ -228,9 +222,6 @@ class MembershipClient:
         self.refusal = reason
         self._changed()
 
-    def place(self, link: Link, head: Head) -> None:
-        return None
-
     def _report(self) -> None:
         if self._link is not None:
             self._link.send(Message(kind=Kind.REPORT, meta=self._fields))
@@ -245,7 +236,7 @@ class MembershipClient:
 def _transport(silent_s: float, keyring: Keyring | None, secret: bytes) -> TcpTransport:
     me = Peer(role="member", rank=0, host=socket.gethostname(), instance=secrets.token_hex(8))
     limits = LinkLimits(
-        unauthenticated=MOST_PENDING,
+        unauthenticated=MAX_PENDING,
         handshake_s=CONNECT_S,
         beat_s=min(1.0, silent_s / 6),
         silence_s=silent_s,

@@ -96,7 +96,6 @@ class LivenessMonitor:
             self._server.close()
 
     def _on_view_change(self) -> None:
-        """Handle a change of the roster."""
         if self.lost() is not None:
             timer = threading.Timer(GRACE_S, self._give_up)
             timer.daemon = True

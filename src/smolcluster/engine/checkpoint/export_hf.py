@@ -25,8 +25,8 @@ from smolcluster.config.shape import shape_of
 from smolcluster.data.names import default_tokenizer
 from smolcluster.durable_files import Files, ensure_folder, temporary_name
 from smolcluster.engine.checkpoint.safetensors_writer import HashedFile, TensorFile
-from smolcluster.engine.checkpoint.snapshot import MANIFEST
-from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot, folder_name
+from smolcluster.engine.checkpoint.snapshot import MANIFEST, Snapshot
+from smolcluster.engine.checkpoint.store import CheckpointStore, folder_name
 from smolcluster.engine.checkpoint.tokenizer_files import tokenizer_of
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError, suggest, unknown_name
@@ -122,7 +122,6 @@ def write_folder(
 
 
 def _find(run: Path, checkpoint: str | None) -> tuple[RunDir, str]:
-    """Return the run and the name of the checkpoint."""
     if not run.is_dir():
         raise UserError(f"there is no run at {run}; name a run directory, or a checkpoint folder inside one")
     run = run.resolve()

@@ -19,7 +19,8 @@ from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.config.shape import section_of
 from smolcluster.data.tokenizers import load_tokenizer
-from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot
+from smolcluster.engine.checkpoint.snapshot import Snapshot
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.checkpoint.tokenizer_files import read_tokenizer, with_stop_tokens
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError

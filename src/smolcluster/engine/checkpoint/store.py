@@ -29,31 +29,16 @@ from smolcluster.durable_files import (
     ensure_folder,
     temporary_name,
 )
-from smolcluster.engine.checkpoint.safetensors_writer import weights_sha256
 from smolcluster.engine.checkpoint.snapshot import (
     MANIFEST,
     Encoded,
-    Manifest,
     OtherRanks,
     Snapshot,
-    check_compatible,
     read_checkpoint,
     read_manifest,
     verify,
 )
 from smolcluster.errors import DamagedCheckpoint, UserError
-
-__all__ = [
-    "CheckpointStore",
-    "Manifest",
-    "Snapshot",
-    "check_compatible",
-    "folder_name",
-    "read_checkpoint",
-    "read_manifest",
-    "verify",
-    "weights_sha256",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from smolcluster.comm.elastic.membership.roster import JoinRefused, Member
 from smolcluster.comm.elastic.membership.view import ViewMember
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.messages import Peer
-from smolcluster.engine.elastic.adopted_config import MOST_STEPS
+from smolcluster.engine.elastic.adopted_config import MAX_STEPS
 from smolcluster.engine.identity import instance_of
 
 LISTED = 2000  # tensors: a model with more is compared by its hash
@@ -65,7 +65,7 @@ class Admission:
             link=link,
             batch_size=size,
             automatic=meta.get("automatic") is True,
-            step=step if type(step) is int and 0 <= step <= MOST_STEPS else 0,
+            step=step if type(step) is int and 0 <= step <= MAX_STEPS else 0,
             address=str(meta.get("address", ""))[:255],
             said={key: value for key, value in meta.items() if key not in ("secret", "layout")},
         )

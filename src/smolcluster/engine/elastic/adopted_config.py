@@ -29,7 +29,7 @@ from smolcluster.data.names import HF_PREFIX, is_text
 from smolcluster.engine.checks import OWN_TO_A_HOST, check_same_config
 from smolcluster.errors import UserError
 
-MOST_STEPS = 2**53
+MAX_STEPS = 2**53
 EMBEDDED = "embedded"
 _WITHOUT_FILES = ("bytes", "chars")  # tokenizers that need none
 _NAMED = (*_WITHOUT_FILES, "gpt2", "openai-community/gpt2")  # any other tokenizer is a path
@@ -56,7 +56,7 @@ def read_plan(meta: Mapping[str, Any]) -> ServerPlan:
     run, steps, config = meta.get("run"), meta.get("total_steps"), meta.get("config")
     if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run):
         raise ValueError("its run has no id")
-    if type(steps) is not int or not 0 < steps <= MOST_STEPS:
+    if type(steps) is not int or not 0 < steps <= MAX_STEPS:
         raise ValueError("its number of steps is not a whole number above 0")
     if not isinstance(config, dict):
         raise ValueError("it has no configuration")
@@ -122,7 +122,9 @@ def adopt(
     """
     if own is not None:
         first_is = f"the server at {server}"
-        check_same_config(dict(theirs), public_dict(own), rank=rank, own=OWN_TO_A_MEMBER, first_is=first_is)
+        picked = {"strategy.preset"} if own.strategy.preset is None else set()  # by the server, from the measured link
+        own_keys = OWN_TO_A_MEMBER | picked
+        check_same_config(dict(theirs), public_dict(own), rank=rank, own=own_keys, first_is=first_is)
     plain = (own or Config.model_validate({})).model_dump(mode="json")
     for key in FROM_SERVER:
         section, _, name = key.partition(".")
@@ -199,10 +201,10 @@ def _adopt_data(
         data.tokenizer = mine
     both_paths = wanted not in (None, *_NAMED) and mine not in (None, *_NAMED)
     if data.tokenizer != wanted and not both_paths:
-        said = "this worker was not given one" if mine is None else f"this worker was given {mine!r}"
+        here = "this worker was not given one" if mine is None else f"this worker was given {mine!r}"
         value = wanted if wanted in _NAMED else "PATH"
         raise UserError(
-            f"the server at {server} uses data.tokenizer {wanted!r:.200} and {said}; a server may not choose files for this "
+            f"the server at {server} uses data.tokenizer {wanted!r:.200} and {here}; a server may not choose files for this "
             f"machine to read or download: start this worker with --override data.tokenizer={value}"
         )
 

@@ -12,7 +12,7 @@ from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Pushing
 
 LEASES_AHEAD = 2  # the step that a worker computes, and the next
-MOST_UNREAD = 8  # times the weights: unread bytes of a worker that pulls, before it is evicted
+MAX_UNREAD = 8  # times the weights: unread bytes of a worker that pulls, before it is evicted
 
 
 class AsynchronousServer(ParameterServer):
@@ -46,13 +46,13 @@ class AsynchronousServer(ParameterServer):
                 self._update(list(self._waiting.values()))
                 self._waiting, self._samples = {}, 0
 
-    def _answer(self, said: MemberMessage) -> None:
+    def _answer(self, event: MemberMessage) -> None:
         """Take or refuse a push; either way send its worker the next lease."""
-        member, step, refused = said.member, said.message.step, self.stale_rejected
+        member, step, refused = event.member, event.message.step, self.stale_rejected
         if (member, step) in self._waiting:
             self._roster.evict(member, f"it pushed its step {step} twice")
             return
-        push = self._arrived(said)
+        push = self._arrived(event)
         answer: dict[str, object] = {}
         if push is not None:
             version = push.meta.get("version")
@@ -105,7 +105,7 @@ class AsynchronousServer(ParameterServer):
         self.server_context.committed(self._report(pushes, norm=norm, rate=rate, staleness=staleness))
 
     def _send_weights(self, member: Member) -> None:
-        if member.link.queued_bytes > MOST_UNREAD * self._weights.nbytes + 2**20:
+        if member.link.queued_bytes > MAX_UNREAD * self._weights.nbytes + 2**20:
             self._roster.evict(member, "it requests the weights repeatedly without reading them")
             return
         for channel, payload in self._weights.encode(self.replica.weights()):

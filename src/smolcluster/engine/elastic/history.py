@@ -35,10 +35,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from smolcluster.durable_files import Closing
+from smolcluster.observe.jsonl import json_object, lines_backwards
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 64 << 10  # read at once, from the end of the file
 _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 
 Ranges = list[tuple[NonNegativeInt, PositiveInt]]
@@ -129,8 +129,8 @@ class History(Closing):
         self.epoch = 0
         size = os.fstat(self._fd).st_size
         whole = 0  # bytes up to the last line that has its end and its contents
-        for start, raw in _backwards(path, size):
-            if (found := _parse(raw)) is not None and raw.endswith(b"\n"):
+        for start, raw in lines_backwards(path, size):
+            if (found := json_object(raw)) is not None and raw.endswith(b"\n"):
                 whole = whole or start + len(raw)
                 if isinstance(epoch := found.get("epoch"), int):
                     self.epoch = epoch
@@ -152,8 +152,8 @@ class History(Closing):
         begins = _Beginning(last, next_step)
         whole = os.fstat(self._fd).st_size
         kept: set[str] = set()
-        for start, raw in _backwards(self.path, whole):
-            found = _parse(raw) or {}
+        for start, raw in lines_backwards(self.path, whole):
+            found = json_object(raw) or {}
             if _is_beyond(found, next_step):
                 whole = start
                 kept.clear()  # all lines after it are cut off too
@@ -204,7 +204,7 @@ def stream(path: Path) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         for raw in file:
             if raw.endswith(b"\n"):
-                yield _parse(raw) or {"kind": "damaged"}
+                yield json_object(raw) or {"kind": "damaged"}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -215,8 +215,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 def last_commit(path: Path) -> int:
     """Return the last committed step, 0 if there is none. Reads the end of the file only."""
     with contextlib.suppress(FileNotFoundError):
-        for _, raw in _backwards(path, path.stat().st_size):
-            found = _parse(raw) or {}
+        for _, raw in lines_backwards(path, path.stat().st_size):
+            found = json_object(raw) or {}
             if found.get("kind") == "commit" and isinstance(step := found.get("step"), int):
                 return step
     return 0
@@ -409,37 +409,6 @@ def _step_of(fields: Mapping[str, Any]) -> int | None:
     if fields.get("kind") == "commit" and isinstance(step, int):
         return step
     return following - 1 if fields.get("kind") == "begin" and isinstance(following, int) else None
-
-
-def _backwards(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line) from the last of the first `size` bytes to the first. Only the last may lack its line feed."""
-    with path.open("rb") as file:
-        parts: list[bytes] = []  # of a line whose start is not read yet, last first
-        at = size
-        while at:
-            length = min(CHUNK_BYTES, at)
-            at -= length
-            file.seek(at)
-            chunk = file.read(length)
-            end = len(chunk)
-            if parts or chunk.endswith(b"\n"):
-                begin = chunk.rfind(b"\n", 0, end if parts else end - 1) + 1
-            else:
-                begin = chunk.rfind(b"\n") + 1
-            while begin:
-                yield at + begin, b"".join([chunk[begin:end], *reversed(parts)])
-                parts.clear()
-                end, begin = begin, chunk.rfind(b"\n", 0, begin - 1) + 1
-            parts.append(chunk[:end])
-        if parts:
-            yield 0, b"".join(reversed(parts))
-
-
-def _parse(raw: bytes) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError, RecursionError):
-        fields = json.loads(raw)
-        return fields if isinstance(fields, dict) else None
-    return None
 
 
 def _text(fields: Mapping[str, Any]) -> str:

@@ -316,7 +316,6 @@ class ParameterServer(ServerSide):
 
 
 def mean_loss(pushes: Sequence[Push]) -> Tensor:
-    """Return the mean loss, weighted by count."""
     return torch.tensor(sum(p.loss * p.count for p in pushes) / (sum(p.count for p in pushes) or 1.0))
 
 

@@ -108,13 +108,13 @@ class PushedRounds(ServerRounds, MemberSide):
         """Push the gradients; each bucket is sent while the next is encoded."""
         assert mine.loss is not None
         mine.said_loss = float(mine.loss)  # waits for the GPU
-        said: dict[str, Any] = {"samples": mine.samples, "loss": repr(mine.said_loss)}  # as text: JSON has no NaN
-        said |= {"compute_s": time.perf_counter() - started, "version": self._version}
+        fields: dict[str, Any] = {"samples": mine.samples, "loss": repr(mine.said_loss)}  # as text: JSON has no NaN
+        fields |= {"compute_s": time.perf_counter() - started, "version": self._version}
         if self._counted:
-            said["count"] = mine.weight
+            fields["count"] = mine.weight
 
         def send(channel: int, payload: Tensor, codec: str) -> None:
-            meta = said if channel == 0 else {}
+            meta = fields if channel == 0 else {}
             step, epoch = mine.step, self._epoch
             self._link.send(Kind.PUSH, step=step, channel=channel, epoch=epoch, codec=codec, meta=meta, payload=payload)
 
@@ -122,7 +122,7 @@ class PushedRounds(ServerRounds, MemberSide):
         self.replica.buffers.settle()
         try:
             if gradients is None:
-                said["scale"] = self.replica.loss_scale
+                fields["scale"] = self.replica.loss_scale
                 raise CodecError("the gradient overflowed in fp16")
             for channel, payload in packed.gradients.encode(gradients, key=mine.step, feedback=self._feedback):
                 send(channel, payload, packed.codec.name)
@@ -131,7 +131,7 @@ class PushedRounds(ServerRounds, MemberSide):
         except CodecError as why:
             if self._feedback is not None:
                 self._feedback.undo()
-            self._link.send(Kind.PUSH, step=mine.step, epoch=self._epoch, meta={"skip": str(why), **said})
+            self._link.send(Kind.PUSH, step=mine.step, epoch=self._epoch, meta={"skip": str(why), **fields})
         if self._one_by_one and self._feedback is not None:
             self._feedback.commit()  # several pushes are in flight: what a refused one carried is lost
 

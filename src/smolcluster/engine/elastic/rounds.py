@@ -28,7 +28,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,12 +85,14 @@ class ElasticRounds(Rounds, MemberSide):
         self._link.at_once(None, self._on_disconnected)
         self._apply_s = 0.0  # time to apply the last result
         self._round = 0  # the last step of the round that was begun
+        self._local: Mapping[str, Any] | None = None  # of the last round: a coordinator that restarts asks for it
         self._shares: dict[int, list[Tensor]] = {}  # of the next round to follow, in slices
         self._pull: Message | None = None  # an upload that was requested, until no round is under way here
 
     def introduction(self) -> dict[str, Any]:
         held = [[flight.step, flight.epoch] for flight in self.flights if flight.reported]
-        return {"address": self._address, "updates": self._strategy.version, "held": held}
+        local = {} if self._local is None else {"local": self._local}
+        return {"address": self._address, "updates": self._strategy.version, "held": held, **local}
 
     def lease(self) -> Lease | None:
         while not self._over:
@@ -98,14 +100,14 @@ class ElasticRounds(Rounds, MemberSide):
             self._advance(wait=False)
             if self._link.leases and self._group is not None:
                 lease = self._link.leases.popleft()
-                self._round = lease.step
+                self._round, self.clip = lease.step, lease.clip
                 return lease
             if not self._over:
                 self._advance(wait=True)
         return None
 
     def holds(self, step: int) -> bool:
-        return step <= self._round
+        return step == self._round
 
     def ends(self, step: int) -> bool:
         return step == self._round
@@ -175,7 +177,9 @@ class ElasticRounds(Rounds, MemberSide):
         # As text: JSON has no NaN, and all must parse the same number.
         meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.said_loss)}
         meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s, "weight": flight.weight}
-        meta["scale"] = flight.scale
+        meta |= {"scale": flight.scale, "samples": flight.samples}
+        if flight.local is not None:
+            meta["local"] = self._local = flight.local
         log.debug("have the result of step %d in view %d", flight.step, self._epoch)
         self._link.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
 
@@ -309,8 +313,7 @@ class ElasticRounds(Rounds, MemberSide):
         left_out = {int(step): ranks for step, ranks in meta["left_out"].items()}
         for flight in self.flights:
             flight.epoch, flight.reported, flight.again = view.epoch, False, True
-            if me in left_out.get(flight.step, ()):
-                flight.samples = 0
+            flight.left_out = flight.samples == 0 or me in left_out.get(flight.step, ())
         self._combine_again()
 
     def _combine_again(self) -> None:
@@ -321,7 +324,7 @@ class ElasticRounds(Rounds, MemberSide):
             if any(self.combination.collide(flight.slot, self.flights[i].slot) for i in range(place)):
                 return
             flight.again = False
-            self.combination.again(flight.slot, zero=flight.samples == 0)
+            self.combination.again(flight.slot, zero=flight.left_out)
 
     def _receive_state(self, view: View) -> bool:
         """Load the state that a donor sends. Return False when a new view follows instead."""

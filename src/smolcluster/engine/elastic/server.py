@@ -28,13 +28,12 @@ from smolcluster.compute.buffers import not_finite
 from smolcluster.config import public_dict
 from smolcluster.data.leases import Leases, Range, indices
 from smolcluster.data.sampler import Sampler
-from smolcluster.durable_files import atomic_write_text
 from smolcluster.engine.checkpoint.snapshot import Snapshot, check_compatible, check_whole, state_for
 from smolcluster.engine.checkpoint.tokenizer_files import check_tokenizer
 from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite
 from smolcluster.engine.elastic import history
 from smolcluster.engine.elastic.admission import Admission, RowQuota, layout_of
-from smolcluster.engine.elastic.adopted_config import MOST_STEPS
+from smolcluster.engine.elastic.adopted_config import MAX_STEPS
 from smolcluster.engine.elastic.asynchronous import AsynchronousServer
 from smolcluster.engine.elastic.coordination.coordinator import Coordinator
 from smolcluster.engine.elastic.evaluator import Evaluator
@@ -47,7 +46,8 @@ from smolcluster.engine.elastic.step_outputs import StepOutputs
 from smolcluster.engine.elastic.synchronous import SynchronousServer
 from smolcluster.engine.elastic.wal.journal import Journal, JournalFull
 from smolcluster.engine.elastic.wal.recovery import Recovered
-from smolcluster.engine.identity import new_peer, new_run_id
+from smolcluster.engine.identity import new_peer, run_id_in
+from smolcluster.engine.link_preset import pick_by_workers, recorded_pick
 from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.run_length import last_step, samples_read
@@ -98,7 +98,7 @@ class Server(Role):
         workers = cluster.num_workers or 1
         self.batch_sizes = [batch_size_of(self.config, r) * training.grad_accumulation for r in range(workers)]
         check_enough_samples(len(self.train_data), self.batch_sizes)
-        self.run_id = self._run_id()
+        self.run_id = run_id_in(self.run_dir.run_id)
         self.me = new_peer(role="server", rank=workers, host=spec.host, run=self.run_id)
         self.transport = TcpTransport(
             self.me,
@@ -107,15 +107,6 @@ class Server(Role):
             limits=LinkLimits(silence_s=cluster.silence_timeout, stall_s=cluster.stall_timeout),
         )
         self.address = (host, int(port))
-
-    def _run_id(self) -> str:
-        path = self.run_dir.path / "run-id"
-        with contextlib.suppress(FileNotFoundError):
-            if known := path.read_text().strip():
-                return known
-        run_id = new_run_id()
-        atomic_write_text(path, run_id + "\n")  # reconnecting workers ask for this run, also after a power cut
-        return run_id
 
     def _begin(self) -> None:
         """Find where the run starts, build for the steps that are left, and open the journal."""
@@ -137,7 +128,10 @@ class Server(Role):
             batch=sum(self.batch_sizes),
         )
         self._build()
-        if recovered is None and snapshot is None:
+        again = recovered is not None or snapshot is not None
+        if self.options.picks_preset:
+            self._pick_preset(again=again)
+        if not again:
             self._try_task(self.strategy)
         if journal is None:
             journal = Journal(self.run_dir.journal)
@@ -234,6 +228,12 @@ class Server(Role):
             local_steps=self._local_steps,
         )
 
+    def _pick_preset(self, *, again: bool) -> None:
+        """Pick the preset by the links of the workers, which get it with the plan; a run that goes on keeps its own."""
+        found = recorded_pick(self.run_dir, self.spec.resume) if again else None
+        host, expected = self.address[0], len(self.batch_sizes)
+        pick_by_workers(self.roster, found, host=host, expected=expected, use=lambda p: self._use_preset(p, lead=True))
+
     @property
     def _coordinates(self) -> bool:
         """Whether this process coordinates workers that exchange among themselves and hold the weights."""
@@ -251,6 +251,7 @@ class Server(Role):
             self.strategy.replica,
             rounds_ahead=self.strategy.rounds_in_flight + 1,
             local_steps=self._local_steps,
+            equal_time=self.strategy.equal_time,
             whole=self.strategy.results_are_whole,
             tokens_per_sample=tokens,
             step_timeout_s=self.strategy.round_timeout,
@@ -376,7 +377,7 @@ class Server(Role):
             event = from_json(text)
             if not isinstance(event, StepLogged) or (event.rank, event.role) != (member.rank, "worker"):
                 return
-            if type(event.step) is int and 0 <= event.step <= MOST_STEPS:
+            if type(event.step) is int and 0 <= event.step <= MAX_STEPS:
                 self.metrics.handle(dataclasses.replace(event, host=member.host))
 
     def _on_change(self, what: str, member: Member, reason: str) -> None:

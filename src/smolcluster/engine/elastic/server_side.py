@@ -126,12 +126,17 @@ class ServerSide(ABC):
         self.stale_rejected += 1
         self._roster.refused[member.name] += 1
         count = self._roster.refused[member.name]
-        if count <= MAX_LOGGED_REFUSALS or count & (count - 1) == 0:  # do not let one worker fill the log
+        if is_logged(count):
             times = f" ({count} refusals so far)" if count > MAX_LOGGED_REFUSALS else ""
             self.context.warn(f"the gradient of {member.name} for step {step} is refused: {reason}{times}")
         self.gate.last_refusal = f"the last, of {member.name}: {reason}"
         put = self.server_context.leases.give_back if again else self.server_context.leases.set_aside
         put(member.instance, step)
+
+
+def is_logged(count: int) -> bool:
+    """Return whether to log the refusal with this number: do not let one worker fill the log."""
+    return count <= MAX_LOGGED_REFUSALS or count & (count - 1) == 0
 
 
 def send_state(member: Member, tensors: dict[str, Tensor], *, step: int, epoch: int, meta: dict[str, Any]) -> None:

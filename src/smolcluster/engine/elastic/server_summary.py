@@ -37,6 +37,7 @@ def server_summary(
         world_size=workers + 1,
         **traffic,
         refused=dict(roster.refused),
+        clipped=dict(roster.clipped),
         members_lost=roster.lost,
         members_joined=roster.joined,
         **evaluation_summary(evaluation),

@@ -194,15 +194,15 @@ class SynchronousServer(ParameterServer):
             self._stragglers.discard(member)
             log.info("%s delivers in time again", member.name)
 
-    def _again(self, said: MemberMessage, step: int) -> None:
+    def _again(self, event: MemberMessage, step: int) -> None:
         """Release a further push of a member whose gradient is complete; evict it for a second one of this step."""
-        if said.message.payload is not None:
-            self._roster.release(said.message.payload)
-        if said.message.step == step and said.message.epoch == said.member.epoch:
-            self._roster.evict(said.member, f"it pushed step {step} twice")
+        if event.message.payload is not None:
+            self._roster.release(event.message.payload)
+        if event.message.step == step and event.message.epoch == event.member.epoch:
+            self._roster.evict(event.member, f"it pushed step {step} twice")
 
-    def _arrived_for(self, step: int, said: MemberMessage, done: set[Member]) -> Push | None:
-        member, message = said.member, said.message
+    def _arrived_for(self, step: int, event: MemberMessage, done: set[Member]) -> Push | None:
+        member, message = event.member, event.message
         if message.step != step:
             if message.payload is not None:
                 self._roster.release(message.payload)
@@ -210,7 +210,7 @@ class SynchronousServer(ParameterServer):
                 self._take_late(member, message)
             return None
         refused = self.stale_rejected
-        push = self._arrived(said)
+        push = self._arrived(event)
         if push is not None or self.stale_rejected > refused:
             done.add(member)
             self._is_in_time(member)

@@ -11,6 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from smolcluster.comm.elastic.membership.link_probe import bytes_asked
 from smolcluster.comm.elastic.membership.server_link import ServerLink, Stopped
 from smolcluster.comm.elastic.transport.messages import Kind
 from smolcluster.comm.elastic.transport.security import check_dial, load_keyring
@@ -33,6 +36,7 @@ from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Event, Phase, StepLogged, plain, to_json
+from smolcluster.observe.observer import Sink
 from smolcluster.parallel.placement import Node, Seat
 from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Exchanging, Pushing
@@ -78,6 +82,8 @@ class ElasticWorker(Role):
         plan: ServerPlan | None = None
         while plan is None:
             message = self.server_link.get()
+            if message is not None and message.kind is Kind.ASK and (wanted := bytes_asked(message)):
+                self.server_link.send(Kind.STATE, payload=torch.zeros(wanted, dtype=torch.uint8))
             if message is not None and message.kind is Kind.PLAN:
                 try:
                     plan = read_plan(message.meta)
@@ -150,10 +156,10 @@ class ElasticWorker(Role):
 
     def _keep_own(self, *, now: bool = False) -> None:
         """Save own state (error feedback) after the rounds where the server saves."""
-        if self.own is None or not isinstance(self.strategy, Exchanging) or (step := self.strategy.own_step) is None:
+        if self.own is None or not isinstance(self.strategy, Exchanging) or (self.reader.in_round and not now):
             return
-        every = self.config.training.checkpoint_steps or self.total_steps + 1
-        if now or step // every > self._kept // every:
+        every, step = self.config.training.checkpoint_steps or self.total_steps + 1, self.strategy.own_step
+        if step is not None and (now or step // every > self._kept // every):
             self.own.save(step, self.strategy.state().own)
             self._kept = step
 
@@ -208,7 +214,7 @@ class ElasticWorker(Role):
         return 0
 
 
-class _ServerSink:
+class _ServerSink(Sink):
     """Send metric rows to the server, which writes the run's metrics.jsonl."""
 
     def __init__(self, link: ServerLink) -> None:
@@ -217,6 +223,3 @@ class _ServerSink:
     def handle(self, event: Event) -> None:
         if isinstance(event, StepLogged):
             self._link.send(Kind.EVENT, meta={"event": to_json(event)})
-
-    def close(self) -> None:
-        """Do nothing: the worker closes the link."""

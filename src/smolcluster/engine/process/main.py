@@ -1,7 +1,7 @@
 """The process around a worker: its channel to the launcher, its final event, its exit status.
 
-The same code runs under our launcher (`python -m smolcluster.engine.process.main`, told by JSON lines on standard input) and on
-its own, under torchrun or as one rank started by hand (`run_worker`).
+The same code runs under our launcher (`python -m smolcluster.engine.process.main`, controlled by JSON lines on standard input)
+and on its own, under torchrun or as one rank started by hand (`run_worker`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run_worker(
         log.info("rank %d ends with status %d", spec.rank, status)
         return status
     except UserError as error:
-        worker.last_words(str(error))
+        worker.notify_peers(str(error))
         worker.observer.emit(Failed(rank=spec.rank, kind="user", message=str(error)))
         log.error("%s", error)
         return error.exit_code
@@ -62,7 +62,7 @@ def run_worker(
             log.error("lost another rank: %s", message)
             return 1
         message = f"{type(error).__name__}: {error}"
-        worker.last_words(message)
+        worker.notify_peers(message)
         worker.observer.emit(Failed(rank=spec.rank, kind="error", message=message, traceback=user_traceback(error)))
         log.exception("failed")
         return 1

@@ -6,7 +6,6 @@
     compose.py       render a compose file             `smolcluster compose`
     containers.py    shared by the last two: paths and commands in a container
     text.py          conservative YAML; times as Slurm writes them
-    submit.py        write files; call sbatch, kubectl and docker
 
-Rendering is pure: a `BatchJob` and the system's settings give text. Nothing is contacted before `submit`.
+Rendering is pure: a `BatchJob` and the system's settings give text. `cli/batch.py` writes and submits it.
 """

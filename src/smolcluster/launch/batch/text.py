@@ -39,7 +39,6 @@ def to_yaml(value: Any) -> str:
 
 
 def to_stream(documents: Iterable[Any]) -> str:
-    """Return several documents as one stream."""
     return "---\n".join(map(to_yaml, documents))
 
 

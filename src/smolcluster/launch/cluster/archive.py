@@ -38,7 +38,6 @@ class PackedFiles:
 
 
 def pack_package() -> PackedFiles:
-    """Pack this package and its built-in configurations."""
     files = {f"smolcluster/{path.relative_to(PACKAGE).as_posix()}": path for path in _below(PACKAGE)}
     files |= {f"smolcluster/configs/{path.name}": path for path in builtin_configs().values()}
     return PackedFiles(_pack((name, path.read_bytes()) for name, path in sorted(files.items())))

@@ -146,7 +146,9 @@ async def up(
     """Start what does not run yet. Return what was started, by machine. `on_begin` is called before anything is changed."""
     layout = deployment.layout
     facts = await on_all_hosts(hosts.values(), lambda host: look(host, layout, deployment))
-    check_facts(layout, facts)
+    problems = [problem for name, seen in facts.items() for problem in problems_of(layout, name, seen)]
+    if problems:
+        raise ClusterError(problems, also="nothing was changed on any machine")
     _check_same(deployment, facts)
     on_begin()
     mark = secrets.token_hex(8)
@@ -190,13 +192,6 @@ async def look(host: Host, layout: ClusterLayout, deployment: Deployment | None 
 def wanted(host: Host, requirements: list[str]) -> dict[str, Any]:
     """Return the environment that a machine needs, as arguments for its agent."""
     return {"requirements": requirements, "key": requirements_key(requirements), "python": host.machine.python}
-
-
-def check_facts(layout: ClusterLayout, facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ClusterError with every problem of every machine."""
-    problems = [problem for name, seen in facts.items() for problem in problems_of(layout, name, seen)]
-    if problems:
-        raise ClusterError(problems, also="nothing was changed on any machine")
 
 
 def _check_same(deployment: Deployment, facts: Mapping[str, Mapping[str, Any]]) -> None:

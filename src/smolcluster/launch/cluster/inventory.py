@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from smolcluster.comm.elastic.transport.sockets import join_address, own_host
+from smolcluster.comm.addresses import join_address, own_host
 from smolcluster.config.strategies import UNLIKE
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.cluster import control

@@ -79,7 +79,6 @@ class Keeper:
             self.state["restarts"] += 1
 
     def _run_once(self, *, again: bool) -> int:
-        """Run the process once. Return its exit status."""
         argv = self.order["again"] if again and self.order.get("again") else self.order["argv"]
         environment = {**os.environ, **self.order["environment"]}
         new_session: dict[str, Any] = {"start_new_session": True}

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from smolcluster.comm.addresses import is_address, is_loopback
-from smolcluster.comm.elastic.transport.sockets import join_address
+from smolcluster.comm.addresses import is_address, is_loopback, join_address
 from smolcluster.config.schema import Config, HostConfig
 from smolcluster.config.strategies import ALONE
 from smolcluster.errors import UserError

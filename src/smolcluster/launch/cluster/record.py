@@ -62,15 +62,10 @@ def restore_record(name: str, former: tuple[bytes, float] | None, folder: Path |
     """Restore a record and its time, by which the last cluster is found."""
     path = (folder or state_folder()) / f"{name}.json"
     if former is None:
-        delete_record(name, folder)
+        path.unlink(missing_ok=True)
     elif not path.exists() or path.read_bytes() != former[0]:
         path.write_bytes(former[0])
         os.utime(path, (former[1], former[1]))
-
-
-def delete_record(name: str, folder: Path | None = None) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        ((folder or state_folder()) / f"{name}.json").unlink()
 
 
 def load_record(name: str | None, folder: Path | None = None) -> dict[str, Any]:

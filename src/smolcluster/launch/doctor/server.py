@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from smolcluster.comm.addresses import join_address
 from smolcluster.comm.elastic.transport.frames import MAGIC, PREFIX, VERSION, encode
 from smolcluster.comm.elastic.transport.handshake import Handshake
 from smolcluster.comm.elastic.transport.security import DOMAIN, Credentials, load_keyring
-from smolcluster.comm.elastic.transport.sockets import join_address
 from smolcluster.engine.identity import new_peer
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, known_remedy

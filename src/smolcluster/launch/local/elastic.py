@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.addresses import dial_address, is_loopback, join_address
 from smolcluster.comm.elastic.transport.security import check_bind, load_keyring
-from smolcluster.comm.elastic.transport.sockets import join_address
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
@@ -251,19 +250,11 @@ def _gave_up(slot: _ElasticSlot, child: Child) -> WorkerFailed:
     return WorkerFailed(f"{child.name} failed {slot.deaths} times in a row: {exit_reason(child)}{log_tail(child)}")
 
 
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard addresses -> loopback
-
-
-def dial_address(bind: str, port: int) -> str:
-    """Return the address by which this machine reaches a server that listens on `bind`."""
-    return join_address(_ANY.get(bind, bind), port)
-
-
 def join_commands(config: Config, port: int) -> Iterator[str]:
     """Yield the lines that the server prints: its address, and the commands by which workers join."""
     cluster = config.cluster
     host = cluster.bind
-    if host in _ANY:
+    if host in ("0.0.0.0", "::"):
         host = cluster.host_ip.get(cluster.server or "") or socket.gethostname()
     address = join_address(host, port)
     count = cluster.num_workers or 1

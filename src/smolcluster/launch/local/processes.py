@@ -179,7 +179,7 @@ def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[l
             return
         came.append(number)
         if len(came) == 1:
-            message = "stopping after this step and saving; once more to stop at once"
+            message = "stopping after this step and saving; press Ctrl-C again to exit at once"
             notice = (None, Notice(level="WARNING", message=message))
             later = threading.Timer(2 * SIGNALS_TOGETHER_S, inbox.put, [notice])  # after that a second signal counts
             later.daemon = True
@@ -260,10 +260,27 @@ def end_all(children: Iterable[Child], *, grace_s: float) -> None:
             child.process.kill()
             child.process.wait()
     for child in children:
-        for stream in (child.process.stdin, child.process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        close_pipes(child.process)
+
+
+def close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+def end_by_closing(processes: Iterable[subprocess.Popen[bytes]], *, within_s: float) -> None:
+    """End processes that exit when their standard input is closed; kill those that do not within `within_s`."""
+    processes, deadline = list(processes), time.monotonic() + within_s
+    for process in processes:
+        close_pipes(process)
+    for process in processes:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def wait_for(children: Iterable[Child], *, within_s: float) -> None:

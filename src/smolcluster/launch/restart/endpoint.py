@@ -6,9 +6,8 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.addresses import is_loopback, join_address
 from smolcluster.comm.elastic.transport.security import Keyring
-from smolcluster.comm.elastic.transport.sockets import join_address
 from smolcluster.comm.mesh.heartbeats import MembershipClient, MembershipServer
 from smolcluster.errors import UserError
 from smolcluster.launch.restart.rendezvous import SILENT_S

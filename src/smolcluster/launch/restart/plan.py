@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from smolcluster.comm.elastic.transport.sockets import split_address
+from smolcluster.comm.addresses import split_address
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.local.processes import NEW_GROUP

@@ -77,7 +77,6 @@ class ServerClient:
         self._key = key
 
     def models(self) -> list[str]:
-        """Return the names of the models."""
         with self._ask("GET", "/v1/models") as answer:
             data = _whole(answer).get("data")
         names = [model.get("id") for model in data if isinstance(model, dict)] if isinstance(data, list) else []

@@ -23,11 +23,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from smolcluster.comm.elastic.transport.api import Link, Transport
+from smolcluster.comm.elastic.transport.api import Handler, Link, Transport
 from smolcluster.comm.elastic.transport.connection import LinkLimits
-from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import printable
 from smolcluster.serve.engine import wire
@@ -65,7 +64,7 @@ MAX_FAILURES = 4  # to load an assignment, before a stage gets no more of them
 RECENTLY_LOST_S = 60.0
 
 
-class Front:
+class Front(Handler):
     """Handler of the links to all stages, and the `Engine` of the service."""
 
     def __init__(
@@ -224,17 +223,11 @@ class Front:
         if link.peer.role != "stage":
             link.close(f"a {link.peer.role} cannot connect to an inference front")
 
-    def place(self, link: Link, head: Head) -> Tensor | None:
-        return None  # a front receives no tensors
-
     def received(self, link: Link, message: Message) -> None:
         try:
             self._dispatch(link, message)
         except (ValueError, TypeError) as error:
             link.close(str(error))
-
-    def refused(self, address: str, reason: str) -> None:
-        """Not called: a front does not dial."""
 
     def unlinked(self, link: Link, reason: str) -> None:
         machine = self._machines.get(link.peer.instance)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from smolcluster.errors import UserError
 from smolcluster.parallel.split import share_layers
+from smolcluster.parallel.stages import evenly
 from smolcluster.serve.engine.wire import StageOffer
 
 USABLE = 0.8  # share of memory for weights; the rest is for caches
@@ -154,7 +155,7 @@ def _split(options: LayoutOptions, offers: Sequence[StageOffer], sizes: WeightSi
             )
         counts = found
     else:
-        counts = [num_layers // options.stages + (n < num_layers % options.stages) for n in range(options.stages)]
+        counts = evenly(num_layers, options.stages)
     ends = list(itertools.accumulate(counts, initial=0))
     return [range(start, end) for start, end in itertools.pairwise(ends)]
 

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from smolcluster.launch.local.processes import end_by_closing
+
 log = logging.getLogger(__name__)
 
 RESTART_DELAY_S = 0.5  # before a restart
@@ -51,16 +53,7 @@ class LocalStages:
     def close(self) -> None:
         """Stop all stages by closing their input; kill those that do not stop."""
         self._ending.set()
-        deadline = time.monotonic() + END_S
-        for process in list(self.processes.values()):
-            if process.stdin is not None:
-                process.stdin.close()
-        for process in list(self.processes.values()):
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_by_closing(list(self.processes.values()), within_s=END_S)
         for supervisor in self._supervisors:
             supervisor.join(END_S)
 

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
-from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.addresses import is_loopback, join_address, split_address
 from smolcluster.comm.elastic.transport.api import Dialer, Handler, Link, Transport
 from smolcluster.comm.elastic.transport.messages import Message
-from smolcluster.comm.elastic.transport.sockets import join_address, split_address
 
 DIAL_S = 1.5  # to reach the next stage
 PASSED_ON = 64  # batches remembered for each link: an older one is no longer in flight

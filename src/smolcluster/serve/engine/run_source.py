@@ -17,8 +17,7 @@ from smolcluster.data.names import default_tokenizer
 from smolcluster.data.sources import find_sources
 from smolcluster.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from smolcluster.engine.checkpoint.lazy_tensors import StoredTensors
-from smolcluster.engine.checkpoint.snapshot import open_checkpoint
-from smolcluster.engine.checkpoint.store import Manifest
+from smolcluster.engine.checkpoint.snapshot import Manifest, open_checkpoint
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.models.parts import cast, check_depth, check_shapes, check_values, part_of, vocabulary

@@ -60,7 +60,6 @@ class TokenSampler:
         return one.temperature == 0 and one.logprobs is None and not one.looks_back
 
     def accept(self, token: int) -> None:
-        """Append a token."""
         self.position += 1
         self._generated[token] += 1
         if self.sampling.repetition_penalty != 1:

@@ -18,8 +18,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from smolcluster.engine.checkpoint.snapshot import MANIFEST
-from smolcluster.engine.checkpoint.store import CheckpointStore, read_manifest, verify
+from smolcluster.engine.checkpoint.snapshot import MANIFEST, read_manifest, verify
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import DamagedCheckpoint, UserError, suggest
 from smolcluster.models.gguf import MAGIC
@@ -97,7 +97,7 @@ def _find_package(name: str) -> ModelSource:
 def _find_in_folder(path: Path) -> ModelSource:
     if (path / CONFIG).is_file():
         return FolderSource(path)
-    if _is_run(path):
+    if (path / MANIFEST).is_file() or RunDir(path).holds_a_run() or path.name == "checkpoints":
         return _find_run(path)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
@@ -105,10 +105,6 @@ def _find_in_folder(path: Path) -> ModelSource:
     if files:
         raise UserError(f"{path} holds {len(files)} GGUF files; name one: {', '.join(file.name for file in files[:8])}")
     raise UserError(f"{path} holds no model; a model is {KINDS}")
-
-
-def _is_run(path: Path) -> bool:
-    return (path / MANIFEST).is_file() or RunDir(path).holds_a_run() or path.name == "checkpoints"
 
 
 def _find_run(path: Path) -> ModelSource:

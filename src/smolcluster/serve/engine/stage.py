@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smolcluster.comm.addresses import join_address, split_address
 from smolcluster.comm.elastic.collectives.operations import Destination
 from smolcluster.comm.elastic.collectives.state_transfer import IncomingState
-from smolcluster.comm.elastic.transport.api import Link, Transport
+from smolcluster.comm.elastic.transport.api import Handler, Link, Transport
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
-from smolcluster.comm.elastic.transport.sockets import join_address, split_address
 from smolcluster.compute.device import synchronize
 from smolcluster.compute.memory import built_in_bytes, free_bytes
 from smolcluster.errors import SmolclusterError
@@ -54,7 +54,7 @@ PROBES = 8
 QUICK_TOKENS, QUICK_S = 64, 0.15
 
 
-class StageWorker:
+class StageWorker(Handler):
     """Handler of all links of a stage: to the front, and between stages."""
 
     def __init__(
@@ -200,9 +200,6 @@ class StageWorker:
 
     def unlinked(self, link: Link, reason: str) -> None:
         self._landing.pop(link, None)
-
-    def refused(self, address: str, reason: str) -> None:
-        """Ignore a peer of another version. Not logged: there may be many."""
 
     def _front_refused(self, address: str, reason: str) -> None:
         self.refusal = reason

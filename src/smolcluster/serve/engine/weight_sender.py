@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from smolcluster.comm.elastic.collectives.state_transfer import state_messages
-from smolcluster.comm.elastic.transport.api import Link, Transport
+from smolcluster.comm.elastic.transport.api import Link, Message, Transport
 from smolcluster.serve.engine.model_source import ModelSource
 
 SLICES_AHEAD = 4  # queued on a link
@@ -34,30 +34,26 @@ class WeightSender:
         failed: Callable[[str], None],
     ) -> None:
         """Send the layers in the stage's dtype while `wanted()`. `failed` is called on the transport's thread."""
-        self._thread.submit(self._send, link, assignment, layers, dtype, wanted, failed)
+
+        def load_and_send() -> None:
+            try:
+                first, last = layers.start == 0, layers.stop == self._source.config.num_layers
+                device = torch.device("cpu")
+                tensors = self._source.load(layers, first=first, last=last, dtype=dtype, device=device)
+                messages = iter(state_messages(tensors, {"assignment": assignment}))
+            except Exception as error:  # noqa: BLE001 - of any kind: the stage would wait for ever
+                problem = f"the server cannot read the weights: {str(error)[:400] or type(error).__name__}"
+                self._transport.call_later(0.0, lambda: failed(problem))
+            else:
+                self._send(messages, link, wanted)
+
+        self._thread.submit(load_and_send)
 
     def close(self) -> None:
         self._closed = True
         self._thread.shutdown(cancel_futures=True)
 
-    def _send(
-        self,
-        link: Link,
-        assignment: int,
-        layers: range,
-        dtype: torch.dtype,
-        wanted: Callable[[], bool],
-        failed: Callable[[str], None],
-    ) -> None:
-        try:
-            first, last = layers.start == 0, layers.stop == self._source.config.num_layers
-            device = torch.device("cpu")
-            tensors = self._source.load(layers, first=first, last=last, dtype=dtype, device=device)
-            messages = iter(state_messages(tensors, {"assignment": assignment}))
-        except Exception as error:  # noqa: BLE001 - of any kind: the stage would wait for ever
-            problem = f"the server cannot read the weights: {str(error)[:400] or type(error).__name__}"
-            self._transport.call_later(0.0, lambda: failed(problem))
-            return
+    def _send(self, messages: Iterator[Message], link: Link, wanted: Callable[[], bool]) -> None:
         done = threading.Event()
 
         def send_next(delivered: bool = True) -> None:

@@ -23,8 +23,6 @@ _PREFIX = "smolcluster_serve_"
 
 
 class Histogram:
-    """A Prometheus histogram."""
-
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 

@@ -1,8 +1,8 @@
 """Chat templates: Jinja, as models carry it and as `transformers` runs it, in Jinja's sandbox and with bounded output.
 
 A template comes with the weights and is not trusted. The sandbox gives it nothing but the messages; its time and memory are
-bounded by the process that renders it (rendering.py). `*` and `**` are checked before they run, since systems other than Linux
-do not bound that process's memory.
+bounded by the process that renders it (rendering.py). `*` and `**` are checked before they run, since Windows does not bound
+that process's memory, and macOS does so a moment later.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ def check_template(source: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled template."""
-
     def __init__(self, source: str) -> None:
         self._source = check_template(source)
 

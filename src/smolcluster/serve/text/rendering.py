@@ -1,7 +1,8 @@
-"""Chat templates are rendered in child processes, with a deadline and, on Linux, a memory limit.
+"""Chat templates are rendered in child processes, with a deadline and, except on Windows, a memory limit.
 
 A template comes with the weights, and Jinja's sandbox bounds neither its time nor its memory. The children have none of this
-process's environment, and are reused: a conversation is one line of JSON there and one back.
+process's environment, and are reused: a conversation is one line of JSON there and one back. Linux refuses memory beyond the
+limit. macOS has no such limit: there the parent measures a child that takes long, and kills it.
 
     parent -> child    {"source", "messages", "names", "within_s"}
     child  -> parent   {"text"}, or {"error"}
@@ -10,7 +11,6 @@ process's environment, and are reused: a conversation is one line of JSON there 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import functools
 import json
@@ -19,6 +19,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,18 @@ START_S = 60.0  # to import Jinja on a busy machine
 KILL_S = 2.0  # after the deadline, at which the child exits by itself
 MAX_PROCESSES = 4
 MEMORY_BYTES = 1 << 30  # in addition to what the child has at its start
+MEASURE_S = 0.1
+MEASURED = os.name == "posix" and sys.platform != "linux"  # by the parent
 _KEPT = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONUSERBASE"),
     *("SYSTEMROOT", "APPDATA", "USERPROFILE", "TEMP", "TMP"),
 )
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory of a process, 0 if it has ended. On all systems but Windows."""
+    shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return int(shown.strip() or 0) << 10
 
 
 class Renderer:
@@ -86,8 +95,9 @@ class _Process:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        killer = threading.Timer(within_s + KILL_S + (0.0 if self._started else START_S), process.kill)
-        killer.daemon = True
+        answered = threading.Event()
+        deadline_s = within_s + KILL_S + (0.0 if self._started else START_S)
+        killer = threading.Thread(target=self._kill_at_limit, args=(answered, deadline_s), daemon=True)
         killer.start()
         try:
             process.stdin.write(json.dumps(asked).encode() + b"\n")
@@ -96,21 +106,29 @@ class _Process:
         except OSError:
             return None
         finally:
-            killer.cancel()
+            answered.set()
+            killer.join()
         self._started = True
         return dict(json.loads(line)) if line.endswith(b"\n") else None
+
+    def _kill_at_limit(self, answered: threading.Event, deadline_s: float) -> None:
+        """Kill the child at the deadline, or when it has too much memory where the system does not prevent that."""
+        end = time.monotonic() + deadline_s
+        while not answered.wait(max(0.0, min(MEASURE_S if MEASURED else deadline_s, end - time.monotonic()))):
+            if time.monotonic() >= end or (MEASURED and resident_bytes(self._process.pid) > MEMORY_BYTES):
+                self._process.kill()
+                return
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def end(self) -> None:
+        from smolcluster.launch.local.processes import close_pipes
+
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        close_pipes(self._process)
 
 
 class _Pool:

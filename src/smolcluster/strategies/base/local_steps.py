@@ -38,6 +38,7 @@ Memory: the anchor and what is exchanged, beside weights, gradients and the stat
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections import deque
@@ -48,6 +49,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.fragmented import Fragmented
@@ -82,6 +84,8 @@ class _Round:
     loss: Tensor | float = 0.0  # the sum of weighted losses
     compute_s: float = 0.0
     counted: bool = False  # the task counts targets
+    steps: int = 0
+    since: float = 0.0  # the end of its first step, by time.perf_counter
 
 
 class LocalSteps(Exchanging[LocalStepsT]):
@@ -107,6 +111,11 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     @classmethod
     def plan(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        if options.equal_time and all(node.stays for node in nodes):
+            said = (
+                "strategy.inner_steps auto is for cluster.plane elastic: on the mesh plane all ranks take as many steps"
+            )
+            return Placement(refusals=[f"{said}; set it to {options.steps_per_round}"])
         placement = cls.exchanged(options, nodes, shape)
         if shape is None:
             return placement
@@ -167,6 +176,10 @@ class LocalSteps(Exchanging[LocalStepsT]):
         return self.options.steps_per_round // self._streaming.fragments
 
     @property
+    def equal_time(self) -> bool:
+        return self.options.equal_time
+
+    @property
     def rounds_in_flight(self) -> int:
         return -(-self._streaming.overlap // self.local_steps)
 
@@ -198,6 +211,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         mine.samples, mine.weight = mine.samples + batch.samples, mine.weight + batch.weight
         mine.loss, mine.counted = mine.loss + loss * batch.weight, batch.counts is not None
         mine.compute_s += time.perf_counter() - started
+        mine.steps, mine.since = mine.steps + 1, mine.since or time.perf_counter()
         report = StepReport(loss=loss, grad_norm=norm, learning_rate=rate, samples=batch.samples, tokens=batch.tokens)
         if self._streaming.overlap:
             self.rounds.poll()
@@ -258,20 +272,23 @@ class LocalSteps(Exchanging[LocalStepsT]):
             self._settle(step)
             if self.context.fixed_group is None and not self.rounds.ends(step):
                 return  # its lease was lost meanwhile
+        done = self._mine
+        local = self._local_report(done) if self.context.fixed_group is None else None
         places, starts = self._fragmented.places(slot), self._start if self._streaming.eager else self._anchor
         deltas = [starts[place] - self.replica.parameters[place] for place in places]
         for place, delta in zip(places, deltas, strict=True):
             self.replica.parameters[place].grad = delta
             if not self._streaming.streams:
                 self.replica.parameters[place].copy_(self._anchor[place])
-        done = self._mine
+        if local is not None:
+            local |= self._clipped()
         if not self._streaming.overlap:
             self.replica.updates = done.first
         with self.rounds.contribute(
             step, samples=done.samples, weight=done.weight, counted=done.counted, scale=1.0
         ) as mine:
             mine.loss = torch.as_tensor(done.loss / (done.weight or 1.0))
-            mine.compute_s = done.compute_s
+            mine.compute_s, mine.local = done.compute_s, local
             mine.start()
         self._mine = _Round(self.replica.updates)
         if self._streaming.eager:
@@ -286,6 +303,22 @@ class LocalSteps(Exchanging[LocalStepsT]):
         self.replica.drop_gradients()
         for place in places:
             self._start[place].copy_(self.replica.parameters[place])
+
+    def _local_report(self, done: _Round) -> dict[str, Any]:
+        """Return the steps of a round and their time, without that of the first, in which code may be compiled."""
+        float(done.loss)  # wait for the GPU
+        passed_s = time.perf_counter() - done.since
+        return {"steps": done.steps, "step_s": passed_s / (done.steps - 1) if done.steps > 1 else done.compute_s}
+
+    def _clipped(self) -> dict[str, Any]:
+        """Clip a pseudo-gradient that is far above the usual. Return its norm, as text, and the norm that it was clipped to."""
+        deltas = [p.grad for p in self.replica.parameters if p.grad is not None]
+        norm = float(get_total_norm(deltas))
+        usual, bound = self.rounds.clip or (0.0, math.inf)
+        if not bound < norm < math.inf:  # one that is not finite is refused
+            return {"norm": repr(norm)}
+        torch._foreach_mul_(deltas, usual / norm)
+        return {"norm": repr(norm), "usual": usual}
 
     @torch.no_grad()
     def apply(self, result: Committed) -> None:

@@ -111,6 +111,11 @@ class Exchanging(Replicated[OptionsT]):
         return 1
 
     @property
+    def equal_time(self) -> bool:
+        """Whether workers take as many local steps in a round as each has time for; `local_steps`: the usual one."""
+        return False
+
+    @property
     def rounds_in_flight(self) -> int:
         """How many rounds may be in flight while the next is computed."""
         return 0

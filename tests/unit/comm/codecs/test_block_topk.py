@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from smolcluster.comm.codecs import CodecError, Feedback, Packer, make_codec
-from smolcluster.comm.codecs.block_topk import MOST_RICE, Blocks, pack, quantized, rice, unpack, unrice
+from smolcluster.comm.codecs.block_topk import MAX_RICE, Blocks, pack, quantized, rice, unpack, unrice
 
 SHAPES = [(), (1,), (5,), (4096,), (4097,), (33, 65), (64, 64), (64, 200), (130, 64), (4, 3, 5, 7), (100, 63)]
 
@@ -31,7 +31,7 @@ def test_gaps_come_back_in_the_fewest_bytes(gaps, more):
     gaps = np.array(gaps, dtype=np.int64)
     data, r = rice(gaps, most_bytes=10**6)
     by_hand = min(
-        math.ceil(len(gaps) * r / 8) + math.ceil(sum((int(g) >> r) + 1 for g in gaps) / 8) for r in range(MOST_RICE + 1)
+        math.ceil(len(gaps) * r / 8) + math.ceil(sum((int(g) >> r) + 1 for g in gaps) / 8) for r in range(MAX_RICE + 1)
     )
     assert len(data) == by_hand
     bits = "".join("0" * (int(g) >> r) + "1" for g in gaps)

@@ -243,39 +243,23 @@ def test_an_unbiased_randk_refuses_what_its_factor_makes_infinite():
         encode(codec, torch.full((1000,), 1e38))
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_casts_refuse_bytes_that_are_not_finite(name):
-    codec = make_codec(name)
-    payload = encode(codec, torch.ones(4))
-    payload.view(codec.dtype)[2] = math.inf
-    with pytest.raises(CodecError, match="infinity"):
-        codec.decode(payload, torch.empty(4))
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-def test_int8_refuses_an_impossible_scale(bad):
-    codec = make_codec("int8")
-    payload = encode(codec, torch.ones(1024))
-    payload[:4].view(torch.float32)[0] = bad
-    with pytest.raises(CodecError):
-        codec.decode(payload, torch.empty(1024))
-
-
-def test_int8_refuses_a_level_it_never_writes():
-    codec = make_codec("int8")
-    payload = encode(codec, torch.ones(1024))
-    payload[100] = 0x80
-    with pytest.raises(CodecError, match="a level beyond 127"):
-        codec.decode(payload, torch.empty(1024))
-
-
-@pytest.mark.parametrize("values", ["fp32", "bf16"])
-def test_powersgd_refuses_a_product_that_is_not_finite(values):
-    codec = make_codec("powersgd", values=values)
-    payload = encode(codec, random_tensor(40, 30))
-    payload.view(torch.float32 if values == "fp32" else torch.bfloat16)[:] = 3e38
-    with pytest.raises(CodecError, match="infinity"):
-        codec.decode(payload, torch.empty(40, 30))
+@pytest.mark.parametrize(
+    ("name", "options", "dtype", "places", "value", "says"),
+    [
+        ("fp16", {}, torch.float16, slice(2, 3), math.inf, "infinity"),
+        ("bf16", {}, torch.bfloat16, slice(2, 3), math.inf, "infinity"),
+        *(("int8", {}, torch.float32, slice(1), scale, "scale|NaN|infinity") for scale in (math.nan, math.inf, -1.0)),
+        ("int8", {}, torch.uint8, slice(100, 101), 0x80, "a level beyond 127"),
+        ("powersgd", {"values": "fp32"}, torch.float32, slice(None), 3e38, "infinity"),
+        ("powersgd", {"values": "bf16"}, torch.bfloat16, slice(None), 3e38, "infinity"),
+    ],
+)
+def test_bytes_that_no_sender_writes_are_refused(name, options, dtype, places, value, says):
+    codec = make_codec(name, **options)
+    payload = encode(codec, random_tensor(32, 32))
+    payload.view(dtype)[places] = value
+    with pytest.raises(CodecError, match=says):
+        codec.decode(payload, torch.empty(32, 32))
 
 
 # Exactness and edges

@@ -46,8 +46,8 @@ Gradients = Mapping[str, Tensor]
 @pytest.fixture
 def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with tensors that are large: each is a bucket of its own, or two are."""
-    monkeypatch.setattr(contributions, "LEAST_PIECE_BYTES", 1)
-    monkeypatch.setattr(contributions, "MOST_PIECE_BYTES", 8)
+    monkeypatch.setattr(contributions, "MIN_PIECE_BYTES", 1)
+    monkeypatch.setattr(contributions, "MAX_PIECE_BYTES", 8)
 
 
 SEVERAL_BUCKETS = pytest.mark.usefixtures("several_buckets")

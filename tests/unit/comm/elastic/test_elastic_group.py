@@ -6,13 +6,13 @@ import contextlib
 import itertools
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from tests.places import eventually
 from tools.memory_transport import MemoryTransport, Switchboard
 
 from smolcluster.comm.elastic.collectives import peers as peers_module
@@ -29,7 +29,7 @@ from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
 from smolcluster.comm.memory_group import MemoryGroup
 
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 def instance(rank: int, life: int = 0) -> str:
@@ -94,14 +94,6 @@ def everywhere(groups: Sequence[Group], work: Callable[[Any], Any]) -> list[Any]
     """`work(group)` for every rank, in threads; what each returned."""
     with ThreadPoolExecutor(len(groups)) as pool:
         return [future.result(SECONDS) for future in [pool.submit(work, group) for group in groups]]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """For what has no event: look often, not for ever."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
 
 
 SIZES = pytest.mark.parametrize(
@@ -279,10 +271,10 @@ def test_one_rank_comes_much_later(groups: list[ElasticGroup]) -> None:
     *early, late = groups
     tensors = [[torch.full((200_000,), float(r + i)) for i in range(4)] for r in range(len(groups))]
     works = [[group.all_reduce(t) for t in tensors[r]] for r, group in enumerate(early)]
-    until(lambda: late._exchange._early != {})  # type: ignore[attr-defined]
+    eventually(lambda: late._exchange._early != {})  # type: ignore[attr-defined]
     assert not any(work.done for rank in works for work in rank)
     works.append([late.all_reduce(t) for t in tensors[-1]])
-    until(lambda: all(work.done for rank in works for work in rank))  # without anybody waiting for it
+    eventually(lambda: all(work.done for rank in works for work in rank))  # without anybody waiting for it
     for work in [work for rank in works for work in rank]:
         work.wait()
     for rank in tensors:
@@ -310,7 +302,6 @@ def test_groups_within_a_group(world: World) -> None:
     def work(group: ElasticGroup) -> None:
         halves = [group.sub([0, 1]), group.sub([3, 2])]
         half = halves[group.rank // 2]
-        assert half is not None
         assert halves[1 - group.rank // 2] is None
         assert (half.size, half.rank) == (2, [0, 1, 1, 0][group.rank])
         tensor = torch.full((70_000,), 10.0**group.rank)
@@ -360,7 +351,9 @@ def test_a_member_dies_in_the_middle_of_a_sum(world: World) -> None:
     tensors = [torch.full((400_000,), float(r + 1)) for r in range(2)]
     works = [group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=False)]
     world.kill(members[2])
-    until(lambda: {(who, member) for who, member, _ in world.lost} >= {(m.instance, members[2]) for m in members[:2]})
+    eventually(
+        lambda: {(who, member) for who, member, _ in world.lost} >= {(m.instance, members[2]) for m in members[:2]}
+    )
     assert not any(work.finished.is_set() for work in works), "a loss alone raises nothing"  # type: ignore[attr-defined]
 
     # The coordinator's word: the others go on without it, over the links they have.
@@ -389,7 +382,7 @@ def test_a_member_dies_while_pieces_fly(world: World) -> None:
     members = groups[0].view.members
     tensors = [torch.full((2_000_000,), float(r + 1)) for r in range(3)]
     works = [group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)]
-    until(lambda: groups[0].traffic.bytes_received > 500_000)
+    eventually(lambda: groups[0].traffic.bytes_received > 500_000)
     world.kill(members[2])
     second = world.form(next_view(groups[0].view, members[:2]))
     for work in works[:2]:
@@ -419,7 +412,7 @@ def test_members_come_and_go_at_any_moment(world: World, seed: int) -> None:
             for tensor in torn:
                 group.all_reduce(tensor.clone())
         if torn and callers is groups:
-            until(lambda: any(group.traffic.bytes_received > 0 for group in groups))  # noqa: B023
+            eventually(lambda: any(group.traffic.bytes_received > 0 for group in groups))  # noqa: B023
         if len(members) > 2 and chance.random() < 0.5:
             world.kill(members.pop(chance.randrange(len(members))))
             kills += 1
@@ -442,8 +435,8 @@ def test_members_come_and_go_at_any_moment(world: World, seed: int) -> None:
     assert kills > 0
     for member in members:
         wires = world.peers[member.instance]._links
-        until(lambda: wires._kept_bytes == 0)  # noqa: B023
-        until(lambda: all(o._queued_bytes == 0 and not o.waiting for o in wires._queues.values()))  # noqa: B023
+        eventually(lambda: wires._kept_bytes == 0)  # noqa: B023
+        eventually(lambda: all(o._queued_bytes == 0 and not o.waiting for o in wires._queues.values()))  # noqa: B023
 
 
 def _links(world: World, one: ViewMember, other: ViewMember) -> list[Link]:
@@ -460,7 +453,7 @@ def linked(world: World, members: Sequence[ViewMember]) -> set[tuple[int, int]]:
 def test_only_neighbours_in_the_ring_have_a_link(world: World) -> None:
     groups = world.groups(6)
     members, ring = groups[0].view.members, {(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5)}
-    until(lambda: linked(world, members) == ring)
+    eventually(lambda: linked(world, members) == ring)
     everywhere(groups, lambda group: group.all_gather(torch.zeros(60), torch.ones(10)).wait())
     everywhere(groups, lambda group: group.reduce_scatter(torch.zeros(10), torch.ones(60)).wait())
     assert linked(world, members) == ring
@@ -474,7 +467,7 @@ def test_a_link_is_made_when_an_operation_needs_it(world: World) -> None:
 
     # The later of the two has called it, and the earlier one has not: it does not wait for ever to be dialled.
     sent = groups[4].send(torch.ones(3), to=1)
-    until(lambda: linked(world, members) == before | {(1, 4)})
+    eventually(lambda: linked(world, members) == before | {(1, 4)})
     received = torch.zeros(3)
     groups[1].recv(received, source=4).wait()
     sent.wait()
@@ -494,10 +487,12 @@ def test_a_lost_link_is_reported_only_by_those_who_need_it(world: World) -> None
             link.close("not needed in this view")
         return (1, 3) not in linked(world, members)
 
-    until(closed)
+    eventually(closed)
     assert world.lost == []
     world.kill(members[3])
-    until(lambda: {who for who, lost, _ in world.lost if lost == members[3]} == {members[i].instance for i in (2, 4)})
+    eventually(
+        lambda: {who for who, lost, _ in world.lost if lost == members[3]} == {members[i].instance for i in (2, 4)}
+    )
 
 
 def test_a_neighbour_that_cannot_be_reached_is_reported(world: World) -> None:
@@ -505,7 +500,7 @@ def test_a_neighbour_that_cannot_be_reached_is_reported(world: World) -> None:
     gone = ViewMember(2, instance(2), "here", "127.0.0.1:9")
     for member in (first, second):
         world.peers[member.instance].form(View(1, 0, (first, second, gone)))
-    until(lambda: {who for who, member, _ in world.lost if member == gone} == {first.instance, second.instance})
+    eventually(lambda: {who for who, member, _ in world.lost if member == gone} == {first.instance, second.instance})
 
 
 def test_abort_reaches_every_wait_at_once(world: World) -> None:
@@ -523,13 +518,11 @@ def test_abort_reaches_every_wait_at_once(world: World) -> None:
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(wait)
         waiting.wait()
-        began = time.monotonic()
         group.abort(error)
-        assert future.result(SECONDS) is error
+        assert future.result(SECONDS / 2) is error
     for work in (*works, group.all_reduce(torch.zeros(3)), group.sub([0, 1]).broadcast(torch.zeros(3), source=1)):
         with pytest.raises(ViewChanged, match="enough"):
             work.wait()
-    assert time.monotonic() - began < SECONDS / 2
     group.abort(PeerLost("the first word counts"))
     with pytest.raises(ViewChanged, match="enough"):
         group.barrier()
@@ -545,12 +538,12 @@ def test_chunks_of_an_older_view_are_dropped_and_counted(world: World) -> None:
     peers = [world.peers[member.instance] for member in view.members]
     ahead = peers[0].form(next_view(view, view.members))
     old = behind.all_reduce(torch.ones(10_000))
-    until(lambda: peers[0].dropped_chunks == 1)
+    eventually(lambda: peers[0].dropped_chunks == 1)
 
     # Its pieces of the new view wait where the view is not known yet.
     ours, theirs = torch.ones(200_000), torch.ones(200_000)
     work = ahead.all_reduce(ours)
-    until(lambda: any(head.epoch == 2 for _, head, _ in peers[1]._ahead))
+    eventually(lambda: any(head.epoch == 2 for _, head, _ in peers[1]._ahead))
     behind = peers[1].form(next_view(view, view.members))
     with pytest.raises(ViewChanged):
         old.wait()
@@ -568,7 +561,7 @@ def test_chunks_of_a_view_that_was_skipped_are_dropped(world: World) -> None:
     peers = [world.peers[member.instance] for member in first.members]
     second = next_view(first, first.members)
     peers[0].form(second).broadcast(torch.ones(10), source=0)
-    until(lambda: any(head.epoch == 2 for _, head, _ in peers[1]._ahead))
+    eventually(lambda: any(head.epoch == 2 for _, head, _ in peers[1]._ahead))
     third = next_view(second, first.members)
     groups = world.form(third)
     everywhere(groups, lambda group: group.barrier())
@@ -580,6 +573,12 @@ def test_chunks_of_a_view_that_was_skipped_are_dropped(world: World) -> None:
         peers[0].form(View(9, 0, first.members[1:]))
 
 
+def head_of(count: int, *, epoch: int) -> Head:
+    """Of the first piece that rank 1 sends."""
+    place = {"step": 0, "channel": 1, "epoch": epoch, "meta": {"tag": 0}}
+    return Head(kind=Kind.CHUNK, codec="fp32", dtype="float32", shape=(count,), nbytes=4 * count, **place)  # type: ignore[arg-type]
+
+
 def test_memory_is_the_callers_again_only_when_no_piece_is_half_way_in(world: World) -> None:
     """A new view while a piece is being received: `form` waits for its end, or for the link's."""
     groups = world.groups(2)
@@ -589,22 +588,11 @@ def test_memory_is_the_callers_again_only_when_no_piece_is_half_way_in(world: Wo
     (link,) = _links(world, view.members[0], view.members[1])
     tensor = torch.zeros(100)
     groups[0].recv(tensor, source=1)
-    head = Head(
-        kind=Kind.CHUNK,
-        step=0,
-        channel=1,
-        epoch=1,
-        codec="fp32",
-        dtype="float32",
-        shape=(100,),
-        nbytes=400,
-        meta={"tag": 0},
-    )
-    placed = _on_thread(transport, lambda: peers.place(link, head))
+    placed = _on_thread(transport, lambda: peers.place(link, head_of(100, epoch=1)))
     assert placed.data_ptr() == tensor.data_ptr()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(peers.form, next_view(view, view.members[:1]))
-        until(lambda: peers._settling is not None or future.done())
+        eventually(lambda: peers._settling is not None or future.done())
         future.result(SECONDS)  # the link of the member that is gone was closed, and that ended it
     assert link not in peers._destinations
 
@@ -624,7 +612,7 @@ class HalfWayOut:
         world.transports[instance(1)].call_later(0, lambda: (held.set(), self._release.wait(SECONDS)))
         assert held.wait(SECONDS)
         groups[0].all_reduce(self.tensor)
-        until(lambda: self.link.queued_bytes > 0)
+        eventually(lambda: self.link.queued_bytes > 0)
         for group in groups:
             group.abort(ViewChanged("another member is gone"))
 
@@ -663,7 +651,7 @@ def test_memory_is_the_callers_again_only_when_no_piece_is_half_way_out(half_way
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(again, rank) for rank in range(2)]
-        until(lambda: changed.is_set() or half_way_out.waits)
+        eventually(lambda: changed.is_set() or half_way_out.waits)
         half_way_out.let_go()
         assert all(future.result(SECONDS).eq(10.0).all() for future in futures)
     assert half_way_out.link.open
@@ -674,11 +662,11 @@ def test_pieces_that_will_never_leave_hold_up_nobody(half_way_out: HalfWayOut, m
     monkeypatch.setattr(peers_module, "SETTLE_S", 2 * SECONDS)  # the end of the link is enough
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(half_way_out.form, 0)
-        until(lambda: half_way_out.waits)
+        eventually(lambda: half_way_out.waits)
         assert isinstance(half_way_out.link, TcpLink)
         half_way_out.world.transports[instance(0)].call_later(0, lambda: half_way_out.link.end("the cable is out"))
         future.result(SECONDS)
-    until(lambda: [(who, member.rank) for who, member, _ in half_way_out.world.lost] == [(instance(0), 1)])
+    eventually(lambda: [(who, member.rank) for who, member, _ in half_way_out.world.lost] == [(instance(0), 1)])
 
 
 def test_a_member_that_is_slow_to_take_pieces_is_not_cut_off(
@@ -696,18 +684,7 @@ def test_a_piece_may_begin_before_its_view_and_end_after_its_operation_was_calle
     view = groups[0].view
     peers, transport = world.peers[instance(0)], world.transports[instance(0)]
     (link,) = _links(world, view.members[0], view.members[1])
-    head = Head(
-        kind=Kind.CHUNK,
-        step=0,
-        channel=1,
-        epoch=2,
-        codec="fp32",
-        dtype="float32",
-        shape=(3,),
-        nbytes=12,
-        meta={"tag": 0},
-    )
-    placed = _on_thread(transport, lambda: peers.place(link, head))
+    placed = _on_thread(transport, lambda: peers.place(link, head_of(3, epoch=2)))
     group = peers.form(next_view(view, view.members))
     tensor = torch.zeros(3)
     work = group.recv(tensor, source=1)
@@ -736,7 +713,7 @@ def test_a_member_that_is_not_there_is_reported(world: World) -> None:
     me = world.add(0, connect_s=0.05)
     absent = ViewMember(1, instance(1), "there", "127.0.0.1:9")
     (group,) = [world.peers[me.instance].form(View(1, 0, (me, absent)))]
-    until(lambda: world.lost != [])
+    eventually(lambda: world.lost != [])
     assert world.lost[0][1:] == (absent, "no connection within 0.05 s")
     group.close()
 
@@ -744,7 +721,7 @@ def test_a_member_that_is_not_there_is_reported(world: World) -> None:
 def test_another_process_at_a_members_address_is_not_that_member(world: World) -> None:
     me, other = world.add(0), world.add(1)
     world.peers[me.instance].form(View(1, 0, (me, ViewMember(1, instance(1, life=7), "here", other.address))))
-    until(lambda: world.lost != [])
+    eventually(lambda: world.lost != [])
     assert world.lost[0][2] == "another process has its address"
 
 
@@ -789,7 +766,7 @@ HOSTILE = {
     "copied instead of added": [chunk(0, 1, 1000)],
     "twice": [chunk(0, 0, 1000), chunk(0, 0, 1000)],
     "far in the future": [chunk(2 + FAR_AHEAD, 0, 1000)],
-    "too large": [chunk(1, 0, schedule.MOST_PIECE_BYTES // 4 + 1)],
+    "too large": [chunk(1, 0, schedule.MAX_PIECE_BYTES // 4 + 1)],
     "empty": [chunk(1, 0, 0)],
     "more than is kept": [chunk(1, i, 100_000) for i in range(5)],
     "more than is kept, for a later view": [chunk(1, i, 100_000, epoch=2) for i in range(5)],
@@ -810,17 +787,17 @@ def test_a_hostile_message_ends_only_its_link(world: World, messages: list[Messa
     hostile = Hostile(world, 2)
     view = View(1, 0, (*members, hostile.member))
     groups = [world.peers[member.instance].form(view) for member in members]
-    until(lambda: set(hostile.links) == {member.instance for member in members})
+    eventually(lambda: set(hostile.links) == {member.instance for member in members})
 
     # A ring, and the hostile one stands before rank 0 in it: 3000 elements are 1000 for each of the three.
     groups[0].all_reduce(torch.zeros(3000))
     for message in messages:
         hostile.links[members[0].instance].send(message)
     groups[0].all_reduce(torch.zeros(3000))
-    until(lambda: members[0].instance in hostile.ended)
+    eventually(lambda: members[0].instance in hostile.ended)
     assert members[1].instance not in hostile.ended
     # Reported once for each of its links, if it was linked again in between.
-    until(lambda: {(who, member) for who, member, _ in world.lost} == {(members[0].instance, hostile.member)})
+    eventually(lambda: {(who, member) for who, member, _ in world.lost} == {(members[0].instance, hostile.member)})
 
     # Nobody else is disturbed.
     received = torch.zeros(5)
@@ -836,13 +813,13 @@ def test_a_lost_link_is_reported_although_another_one_to_that_member_is_open(wor
     me, other = world.add(0), Hostile(world, 1)
     peers = world.peers[me.instance]
     peers.form(View(1, 0, (me, other.member)))
-    until(lambda: me.instance in other.links)
+    eventually(lambda: me.instance in other.links)
     first = other.links.pop(me.instance)
     other.transport.dial(me.address, other)
-    until(lambda: me.instance in other.links)
-    until(lambda: len(_on_thread(world.transports[me.instance], lambda: _links(world, me, other.member))) == 2)
+    eventually(lambda: me.instance in other.links)
+    eventually(lambda: len(_on_thread(world.transports[me.instance], lambda: _links(world, me, other.member))) == 2)
     first.close("cut")
-    until(lambda: world.lost != [])
+    eventually(lambda: world.lost != [])
     assert world.lost[0][:2] == (me.instance, other.member)
     assert other.links[me.instance].open
 
@@ -851,9 +828,9 @@ def test_a_stranger_is_not_listened_to(world: World) -> None:
     groups = world.groups(2)
     stranger = Hostile(world, 7)
     stranger.transport.dial(groups[0].view.members[0].address, stranger)
-    until(lambda: stranger.links != {})
+    eventually(lambda: stranger.links != {})
     stranger.links[instance(0)].send(chunk(0, 0, 10))
-    until(lambda: stranger.ended != {})
+    eventually(lambda: stranger.ended != {})
     everywhere(groups, lambda group: group.barrier())
 
 
@@ -918,10 +895,10 @@ def test_a_key_that_is_learned_before_its_view_is_used_in_that_view_only(world: 
     known = read_keys(keys.of(b.instance, ["another member"]))
     peers.form(View(1, 0, (b,)), known)
     world.peers[a.instance].form(View(2, 0, (a, b)), {})  # it dials, and has no key to prove anything with yet
-    until(lambda: bool(peers._unproven))
+    eventually(lambda: bool(peers._unproven))
     known |= read_keys(keys.of(b.instance, [a.instance]))
     (first,) = form_with_keys(world, View(3, 0, (a, b)), keys, a)
-    until(lambda: all(said is not None for said in peers._unproven.values()))
+    eventually(lambda: all(said is not None for said in peers._unproven.values()))
     assert_sums([first, peers.form(View(3, 0, (a, b)), known)])
 
 
@@ -942,10 +919,10 @@ def test_to_know_an_instance_is_not_enough_to_be_that_member(world: World, messa
     impostor = Impostor(world, 1)
     (first,) = form_with_keys(world, view, keys, a)
     impostor.transport.dial(a.address, impostor)
-    until(lambda: impostor.links != {})
+    eventually(lambda: impostor.links != {})
     for message in messages:
         impostor.links[a.instance].send(message)
-    until(lambda: impostor.ended != {})
+    eventually(lambda: impostor.ended != {})
     assert_sums([first, *form_with_keys(world, view, keys, b)])
     assert set(impostor.got) <= {Kind.MEMBER}, "it got what was meant for the member"
     assert world.lost == []
@@ -959,9 +936,9 @@ def test_a_proof_is_of_no_use_on_another_link(world: World) -> None:
     impostor = Impostor(world, 1)
     world.peers[a.instance].form(View(1, 0, (a, b)), keys)
     impostor.transport.dial(a.address, impostor)
-    until(lambda: impostor.links != {})
+    eventually(lambda: impostor.links != {})
     impostor.links[a.instance].send(Message(kind=Kind.MEMBER, epoch=1, meta={"proof": said}))
-    until(lambda: impostor.ended != {})
+    eventually(lambda: impostor.ended != {})
 
 
 def test_a_member_that_is_busy_in_the_last_view_is_not_reported(world: World) -> None:
@@ -969,7 +946,7 @@ def test_a_member_that_is_busy_in_the_last_view_is_not_reported(world: World) ->
     a, b = (world.add(rank, proven=True, connect_s=0.1) for rank in range(2))
     view, keys, peers = View(1, 0, (a, b)), PairKeys(), world.peers[a.instance]
     (first,) = form_with_keys(world, view, keys, a)
-    until(lambda: bool(peers._unproven))
+    eventually(lambda: bool(peers._unproven))
     checked = threading.Event()
     world.transports[a.instance].call_later(0.3, checked.set)
     assert checked.wait(SECONDS)
@@ -1067,40 +1044,30 @@ PAGES: dict[str, list[dict[str, Any]]] = {
     "no number": [{**TWO, "count": "2"}],
     "a list behind the list": [{"tensors": [ONE], "meta": {}}, {"tensors": [["b", "float32", [2]]]}],
 }
+FIRST, *SLICES = state_messages({"a": torch.zeros(300_000)}, {})
+BAD_STATES = {
+    **{name: ([Message(kind=Kind.STATE, meta=page) for page in pages], "invalid") for name, pages in PAGES.items()},
+    "a slice before the list is whole": ([Message(kind=Kind.STATE, meta=TWO), SLICES[0]], "lost"),
+    "not the next slice": ([FIRST, SLICES[1]], "lost"),
+}
+SAID = {"invalid": "sent an invalid state", "lost": "was lost while sending its state"}
 
 
-@pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES.keys())
-def test_pages_that_do_not_make_the_announced_list_end_the_link(pages: list[dict[str, Any]]) -> None:
-    with contextlib.closing(World("memory")) as world:
-        joiner, donor = world.add(1), Hostile(world, 0)
-        donor.transport.dial(joiner.address, donor)
-        until(lambda: donor.links != {})
-        for page in pages:
-            donor.links[joiner.instance].send(Message(kind=Kind.STATE, meta=page))
-        with pytest.raises(PeerLost, match="sent an invalid state"):
-            world.peers[joiner.instance].receive_state(SECONDS)
-
-
-def test_a_slice_before_the_list_is_whole_ends_the_link() -> None:
-    with contextlib.closing(World("memory")) as world:
-        joiner, donor = world.add(1), Hostile(world, 0)
-        donor.transport.dial(joiner.address, donor)
-        until(lambda: donor.links != {})
-        donor.links[joiner.instance].send(Message(kind=Kind.STATE, meta=TWO))
-        donor.links[joiner.instance].send(Message(kind=Kind.STATE, channel=0, payload=torch.zeros(2)))
-        with pytest.raises(PeerLost, match="was lost while sending its state"):
-            world.peers[joiner.instance].receive_state(SECONDS)
-
-
-def test_a_slice_that_is_not_the_next_one_ends_the_link(world: World) -> None:
+def open_donation(world: World) -> tuple[Peers, Link]:
+    """A joiner's peers, and the link on which a member that speaks for itself sends it a state."""
     joiner, donor = world.add(1), Hostile(world, 0)
     donor.transport.dial(joiner.address, donor)
-    until(lambda: donor.links != {})
-    first, *slices = state_messages({"a": torch.zeros(300_000)}, {})
-    for message in (first, slices[1]):
-        donor.links[joiner.instance].send(message)
-    with pytest.raises(PeerLost, match="was lost while sending its state"):
-        world.peers[joiner.instance].receive_state(SECONDS)
+    eventually(lambda: donor.links != {})
+    return world.peers[joiner.instance], donor.links[joiner.instance]
+
+
+@pytest.mark.parametrize(("messages", "error"), BAD_STATES.values(), ids=BAD_STATES)
+def test_a_state_that_is_not_the_announced_one_ends_the_link(world: World, messages: list[Message], error: str) -> None:
+    joiner, link = open_donation(world)
+    for message in messages:
+        link.send(message)
+    with pytest.raises(PeerLost, match=SAID[error]):
+        joiner.receive_state(SECONDS)
 
 
 def test_a_state_that_is_not_as_expected_is_refused(world: World) -> None:
@@ -1112,18 +1079,14 @@ def test_a_state_that_is_not_as_expected_is_refused(world: World) -> None:
 
 
 def test_a_state_that_breaks_off_is_told_on_both_sides(world: World) -> None:
-    joiner, donor = world.add(1), Hostile(world, 0)
-    donor.transport.dial(joiner.address, donor)
-    until(lambda: donor.links != {})
-    donor.links[joiner.instance].send(
-        Message(kind=Kind.STATE, meta={"tensors": [["a", "float32", [2]], ["b", "float32", [2]]], "meta": {}})
-    )
-    donor.links[joiner.instance].send(Message(kind=Kind.STATE, channel=0, payload=torch.zeros(2)))
-    donor.links[joiner.instance].close("enough")
+    joiner, link = open_donation(world)
+    link.send(Message(kind=Kind.STATE, meta={"tensors": [["a", "float32", [2]], ["b", "float32", [2]]], "meta": {}}))
+    link.send(Message(kind=Kind.STATE, channel=0, payload=torch.zeros(2)))
+    link.close("enough")
     with pytest.raises(PeerLost, match="was lost while sending its state: enough"):
-        world.peers[joiner.instance].receive_state(SECONDS)
+        joiner.receive_state(SECONDS)
     with pytest.raises(PeerLost, match="no member has sent"):
-        world.peers[joiner.instance].receive_state(0.01)
+        joiner.receive_state(0.01)
 
 
 def test_a_state_for_nobody_is_an_error_in_the_end(world: World) -> None:

@@ -36,7 +36,7 @@ def test_last_words_reach_the_others() -> None:
     watches = on_ranks(3, begin)
     assert [watch.lost() for watch in watches] == [None] * 3
     watches[2].leave("out of memory")
-    assert named.wait(60)
+    assert named.wait(300)
     assert lost == dict.fromkeys((0, 1), "rank 2 on host2 failed: out of memory")
     for watch in watches[1::-1]:
         watch.leave()

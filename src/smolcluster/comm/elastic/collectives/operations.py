@@ -32,7 +32,7 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.collectives import schedule
 from smolcluster.comm.elastic.collectives.peer_links import PeerLinks, nothing
-from smolcluster.comm.elastic.collectives.schedule import MOST_PIECE_BYTES, Act, Plan, Verb
+from smolcluster.comm.elastic.collectives.schedule import MAX_PIECE_BYTES, Act, Plan, Verb
 from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message
 from smolcluster.comm.elastic.transport.payloads import DTYPES
@@ -193,7 +193,7 @@ class Exchange:
 
 def key_of(head: Head, source: int) -> Key | None:
     """Return the operation of a chunk; None if the chunk is invalid."""
-    if head.nbytes > MOST_PIECE_BYTES or head.nbytes == 0 or len(head.shape) != 1:
+    if head.nbytes > MAX_PIECE_BYTES or head.nbytes == 0 or len(head.shape) != 1:
         return None
     path, tag = head.meta.get("group", ""), head.meta.get("tag")
     if not isinstance(path, str) or (path and _PATH.fullmatch(path) is None) or type(tag) not in (int, type(None)):
@@ -236,7 +236,8 @@ class Operation:
         self.name, self.key, self.order = name, key, 0
         self.finished = threading.Event()
         self._exchange, self._flat, self._traffic = exchange, flat, traffic
-        self._array = flat.numpy() if _numpy_adds(flat.dtype) else None
+        # numpy has no bfloat16, and is slow for float16.
+        self._array = None if flat.dtype in (torch.bfloat16, torch.float16) else flat.numpy()
         self._dtype = str(flat.dtype).removeprefix("torch.")
         self._meta: dict[str, Any] = {"group": key.path} if key.path else {}
         if key.tag is not None:
@@ -410,8 +411,3 @@ def _cut(plan: Plan, ranks: Sequence[int], *, itemsize: int) -> list[_Piece]:
         for start in range(chain.start, chain.stop, length):
             pieces.append(_Piece(len(pieces), start, min(start + length, chain.stop), acts))
     return pieces
-
-
-def _numpy_adds(dtype: torch.dtype) -> bool:
-    """numpy has no bfloat16, and is slow for float16."""
-    return dtype not in (torch.bfloat16, torch.float16)

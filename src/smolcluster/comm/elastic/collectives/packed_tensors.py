@@ -16,7 +16,7 @@ from torch import Tensor
 from smolcluster.comm.codecs import Codec, Feedback, Packer
 from smolcluster.comm.elastic.membership.mailbox import Payload
 
-MOST_BYTES = 1 << 30  # of a payload
+MAX_BYTES = 1 << 30  # of a payload
 ROUND = 1 << 12  # elements: slices are multiples of every codec's block size
 
 
@@ -44,7 +44,7 @@ class PackedTensors:
         *,
         codec: Codec,
         bucket_bytes: int,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int = MAX_BYTES,
     ) -> None:
         """`most_bytes`: of a payload; larger tensors are split."""
         self.codec = codec

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic.collectives.schedule import MOST_PIECE_BYTES
+from smolcluster.comm.elastic.collectives.schedule import MAX_PIECE_BYTES
 from smolcluster.comm.elastic.membership.view import ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Transport
 from smolcluster.comm.elastic.transport.payloads import DTYPES
 
-WINDOW_BYTES = 2 * MOST_PIECE_BYTES  # queued at a link: enough to keep it busy
+WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # queued at a link: enough to keep it busy
 SMALL_BYTES = 16 << 10  # payloads up to this size are copied, which frees their memory at once
 KEPT_OVERHEAD_BYTES = 512  # counted for every early chunk, however small
 
@@ -91,7 +91,7 @@ class PeerLinks:
         self._calls: deque[Callable[[], None]] = deque()
         self._limit_bytes, self._kept_bytes = limit_bytes, 0
         self._staging: list[Tensor] = []
-        self._sink = torch.empty(MOST_PIECE_BYTES, dtype=torch.uint8)
+        self._sink = torch.empty(MAX_PIECE_BYTES, dtype=torch.uint8)
 
     def soon(self, callback: Callable[[], None]) -> None:
         """Run this on the transport's thread, in the order of the calls. From any thread."""
@@ -194,7 +194,7 @@ class PeerLinks:
 
     def stage(self) -> Tensor:
         """Return a buffer for one piece, as bytes."""
-        return self._staging.pop() if self._staging else torch.empty(MOST_PIECE_BYTES, dtype=torch.uint8)
+        return self._staging.pop() if self._staging else torch.empty(MAX_PIECE_BYTES, dtype=torch.uint8)
 
     def unstage(self, buffer: Tensor) -> None:
         self._staging.append(buffer)

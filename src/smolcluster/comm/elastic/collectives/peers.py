@@ -41,8 +41,8 @@ DIAL_S = 1.0  # the member with the higher index dials after so long: the other 
 SETTLE_S = 5.0  # for pieces that are partly sent or received when the view changes
 STATE_ORDER = 1 << 62  # after every operation
 
-MOST_EARLY_BYTES = 16 << 20  # chunks of a later view from a process that is not in this view
-MOST_STATES = 4  # received and not yet read
+MAX_EARLY_BYTES = 16 << 20  # chunks of a later view from a process that is not in this view
+MAX_STATES = 4  # received and not yet read
 
 
 @dataclass(slots=True)
@@ -250,20 +250,20 @@ class Peers:
         key = self._keys.get(link.peer.instance)
         if key is not None and self._shown.get(link) != key:
             self._shown[link] = key
-            said = proof(key, binding=link.binding, instance=self._transport.me.instance)
+            own = proof(key, binding=link.binding, instance=self._transport.me.instance)
             epoch = 0 if self._exchange is None else self._exchange.view.epoch
-            link.send(Message(kind=Kind.MEMBER, epoch=epoch, meta={"proof": said}))
+            link.send(Message(kind=Kind.MEMBER, epoch=epoch, meta={"proof": own}))
 
     def _check(self, link: Link) -> None:
         """Use a link if its peer's proof is valid. A peer in another view may have another key; it sends a new proof there."""
-        said, instance = self._unproven[link], link.peer.instance
+        message, instance = self._unproven[link], link.peer.instance
         key, exchange = self._keys.get(instance), self._exchange
-        if said is None or key is None or exchange is None:
+        if message is None or key is None or exchange is None:
             return
-        if is_proven(said.meta.get("proof"), key, binding=link.binding, instance=instance):
+        if is_proven(message.meta.get("proof"), key, binding=link.binding, instance=instance):
             del self._unproven[link]
             self._links.add(link)
-        elif said.epoch == exchange.view.epoch:
+        elif message.epoch == exchange.view.epoch:
             link.close(f"invalid proof of membership for {link.peer.name}")
 
     # Chunks
@@ -280,7 +280,7 @@ class Peers:
         if head.epoch < current:
             self.dropped_chunks += 1
             return Destination(self._links.sink(head))
-        if link.peer.instance not in self._index and self._kept_for(link) + head.nbytes > MOST_EARLY_BYTES:
+        if link.peer.instance not in self._index and self._kept_for(link) + head.nbytes > MAX_EARLY_BYTES:
             return None  # it may be in the next view, but no member sends that much before it starts
         return keep(self._links, head, lambda tensor: self._keep(link, head, tensor))
 
@@ -440,11 +440,11 @@ class Peers:
             if link in self._incoming:
                 self._incoming[link].add(meta)
                 return
-            if self._states.qsize() >= MOST_STATES:
-                raise ValueError(f"more than {MOST_STATES} states that were not read")
+            if self._states.qsize() >= MAX_STATES:
+                raise ValueError(f"more than {MAX_STATES} states that were not read")
             state = IncomingState(meta, expected=self._expected, limit_bytes=self._limit_bytes)
         except ValueError as error:
-            if self._states.qsize() < MOST_STATES:
+            if self._states.qsize() < MAX_STATES:
                 self._states.put(PeerLost(f"{link.peer.name} sent an invalid state: {error}"))
             link.close(str(error))
             return

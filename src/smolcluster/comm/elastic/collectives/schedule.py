@@ -30,8 +30,8 @@ LINE_S_PER_BYTE = 8 / 300e6
 
 # Pieces: small enough to pipeline a span, large enough that handling one costs little beside sending it.
 PIECES_PER_SPAN = 4
-LEAST_PIECE_BYTES = 128 << 10
-MOST_PIECE_BYTES = 512 << 10
+MIN_PIECE_BYTES = 128 << 10
+MAX_PIECE_BYTES = 512 << 10
 
 
 class Verb(enum.Enum):
@@ -153,7 +153,7 @@ def tree_seconds(n: int, nbytes: int) -> float:
 
 def piece_elements(span_bytes: int, *, itemsize: int) -> int:
     """Return the elements per piece for a span of this size."""
-    nbytes = min(max(span_bytes // PIECES_PER_SPAN, LEAST_PIECE_BYTES), MOST_PIECE_BYTES)
+    nbytes = min(max(span_bytes // PIECES_PER_SPAN, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
     return max(1, nbytes // itemsize)
 
 

@@ -27,16 +27,16 @@ from smolcluster.comm.group import PeerLost
 StateLayout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 PAGE_TENSORS = 1000  # fits the meta of a message, with names of hundreds of characters
-MOST_TENSORS = 1 << 17
+MAX_TENSORS = 1 << 17
 
 
 def state_messages(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> list[Message]:
     rows = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     listed = [[name, str(row.dtype).removeprefix("torch."), list(row.shape)] for name, row in rows.items()]
-    said = {"tensors": listed[:PAGE_TENSORS], "count": len(listed), "meta": dict(meta)}
+    first = {"tensors": listed[:PAGE_TENSORS], "count": len(listed), "meta": dict(meta)}
     further = [listed[start : start + PAGE_TENSORS] for start in range(PAGE_TENSORS, len(listed), PAGE_TENSORS)]
     return [
-        Message(kind=Kind.STATE, meta=said),
+        Message(kind=Kind.STATE, meta=first),
         *(Message(kind=Kind.STATE, meta={"tensors": page}) for page in further),
         *(Message(kind=Kind.STATE, channel=number, payload=part) for number, part in slices(rows.values())),
     ]
@@ -80,39 +80,39 @@ class Transfer:
 class IncomingState:
     """A state that is being received. Raises ValueError if it is invalid or differs from the `expected` layout."""
 
-    def __init__(self, said: Mapping[str, Any], *, expected: StateLayout | None, limit_bytes: int) -> None:
+    def __init__(self, first_page: Mapping[str, Any], *, expected: StateLayout | None, limit_bytes: int) -> None:
         """Without an `expected` layout, any state of at most `limit_bytes` is accepted."""
-        words, listed = said.get("meta"), said.get("tensors")
-        count = said.get("count", len(listed) if isinstance(listed, list) else 0)
-        if not isinstance(words, dict) or type(count) is not int or not 0 <= count <= MOST_TENSORS:
+        meta, listed = first_page.get("meta"), first_page.get("tensors")
+        count = first_page.get("count", len(listed) if isinstance(listed, list) else 0)
+        if not isinstance(meta, dict) or type(count) is not int or not 0 <= count <= MAX_TENSORS:
             raise ValueError("a state must begin with the list of its tensors")
-        self.meta: dict[str, Any] = words
+        self.meta: dict[str, Any] = meta
         self.tensors: dict[str, Tensor] = {}
         self._layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._count, self._expected, self._limit_bytes = count, expected, limit_bytes
         self._nbytes, self._listed = 0, False
         self._due: deque[tuple[int, Tensor]] = deque()
-        self.add(said)
+        self.add(first_page)
 
     @property
     def complete(self) -> bool:
         return self._listed and not self._due
 
-    def add(self, said: Mapping[str, Any]) -> None:
+    def add(self, page: Mapping[str, Any]) -> None:
         """Read a page of the list. Memory is allocated when the whole list is valid."""
         if self._listed:
             raise ValueError("a state began before the last one was complete")
-        page = _read_layout(said.get("tensors"), known=self._layout)
+        layout = _read_layout(page.get("tensors"), known=self._layout)
         # Zero dimensions must not hide huge ones.
-        self._nbytes += sum(math.prod(size or 1 for size in shape) * dtype.itemsize for dtype, shape in page.values())
+        self._nbytes += sum(math.prod(size or 1 for size in shape) * dtype.itemsize for dtype, shape in layout.values())
         if self._expected is None and self._nbytes > self._limit_bytes:
             raise ValueError(f"{self._nbytes} bytes of unexpected state, the limit is {self._limit_bytes}")
-        self._layout |= page
+        self._layout |= layout
         self._listed = len(self._layout) == self._count
-        if len(self._layout) > self._count or not (page or self._listed):
+        if len(self._layout) > self._count or not (layout or self._listed):
             raise ValueError(f"the pages do not list {self._count} tensors")
         if self._expected is not None:
-            _compare(self._layout if self._listed else page, self._expected, whole=self._listed)
+            _compare(self._layout if self._listed else layout, self._expected, whole=self._listed)
         if self._listed:
             self.tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self._layout.items()}
             self._due.extend(slices(self.tensors.values()))

@@ -44,6 +44,6 @@ def proof(key: bytes, *, binding: bytes, instance: str) -> str:
     return hmac.new(key, b"smolcluster member " + binding + instance.encode(), hashlib.sha256).hexdigest()
 
 
-def is_proven(said: object, key: bytes, *, binding: bytes, instance: str) -> bool:
+def is_proven(given: object, key: bytes, *, binding: bytes, instance: str) -> bool:
     expected = proof(key, binding=binding, instance=instance)
-    return isinstance(said, str) and hmac.compare_digest(said.encode(), expected.encode())
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), expected.encode())

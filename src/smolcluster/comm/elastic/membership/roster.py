@@ -1,6 +1,6 @@
 """The server's roster: the members of a run.
 
-    ASK   -> PLAN                      any authenticated peer may ask for the plan
+    ASK   -> PLAN                      any authenticated peer may ask for the plan; its link may be measured first
     JOIN  -> validated                 a newcomer, until the strategy welcomes it at a step boundary
     link lost or closed                the member is removed, and its lease returns
     link silent                        the member is paused: as removed, but its link is kept; a newcomer when it answers again
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from smolcluster.comm.elastic.membership.link_probe import LinkProbe
 from smolcluster.comm.elastic.membership.mailbox import Linked, Mailbox, Received, Unlinked
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON, printable
@@ -27,10 +28,10 @@ log = logging.getLogger(__name__)
 
 RANK_JOINS = (60, 0.5)  # burst, and per second
 ALL_JOINS = (4096, 20.0)
-MOST_REPORT = 64  # fields of a report
-MOST_TEXT = 200  # characters of a field
+MAX_REPORT = 64  # fields of a report
+MAX_TEXT = 200  # characters of a field
 LOOK_S = 0.1  # between two checks for silent members, where there are many
-MOST_NAMES = 1000  # refusals are counted by peer name up to this many names, then together
+MAX_NAMES = 1000  # refusals are counted by peer name up to this many names, then together
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -63,8 +64,6 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class MemberMessage:
-    """A message from a member."""
-
     member: Member
     message: Message
 
@@ -88,7 +87,7 @@ class JoinLimit:
         mine, all_together = self._left(rank, RANK_JOINS, now), self._left(None, ALL_JOINS, now)
         if mine < 1 or all_together < 1:
             return False
-        if len(self._buckets) > MOST_NAMES:  # full buckets need not be kept
+        if len(self._buckets) > MAX_NAMES:  # full buckets need not be kept
             full = [
                 key for key in self._buckets if key is not None and self._left(key, RANK_JOINS, now) >= RANK_JOINS[0]
             ]
@@ -128,11 +127,17 @@ class Roster:
         self.epoch = epoch
         self.joined = self.lost = 0
         self.refused: Counter[str] = Counter()  # by peer name
-        self._mailbox, self._plan, self._admit = mailbox, plan, admit
+        self.clipped: Counter[str] = Counter()  # contributions, by peer name
+        self.plan = plan
+        self.probe: LinkProbe | None = None  # measures the links of workers before they get the plan
+        self.on_speed: Callable[[float], None] = lambda _: None  # receives the Mbit/s, and may change the plan
+        self._mailbox, self._admit = mailbox, admit
         self.expect, self.allow, self.release = mailbox.expect, mailbox.allow, mailbox.release
+        self.most_of = mailbox.most_of
         self._on_event, self._on_change = on_event, on_change
         self._links: set[Link] = set()
-        self._answered: set[Link] = set()  # have received the plan
+        self._answered: set[Link] = set()  # have asked for the plan
+        self._measured_late: set[Link] = set()  # have been asked for bytes that are of no use any more
         self._news: deque[MemberGone] = deque()
         self._unlooked, self._looked = 0, time.monotonic()  # events since the last check for silent members; its time
 
@@ -148,6 +153,7 @@ class Roster:
         if self._news:
             return self._news.popleft()
         self._pause_silent()
+        self._end_probe()
         if self._news:
             return self._news.popleft()
         event = self._mailbox.get(timeout_s)
@@ -157,8 +163,8 @@ class Roster:
             case Unlinked(link, reason):
                 self._unlinked(link, reason)
             case Received(link, message) if link in self._links:
-                if (said := self._received(link, message)) is not None:
-                    return said
+                if (known := self._received(link, message)) is not None:
+                    return known
             case _:
                 pass
         # Report losses first: a member that rejoins must not be welcomed before its loss was handled.
@@ -173,7 +179,11 @@ class Roster:
                 self.refuse(link, "sent ASK more than once")
             case Kind.ASK:
                 self._answered.add(link)
-                link.send(Message(kind=Kind.PLAN, meta=dict(self._plan)))
+                self._answer(link)
+            case Kind.STATE if self.probe is not None and self.probe.took(link, message):
+                pass
+            case Kind.STATE if link in self._measured_late:
+                self._measured_late.discard(link)
             case Kind.JOIN:
                 self._join(link, message.meta)
             case Kind.EVENT | Kind.REPORT if member is not None:
@@ -187,6 +197,20 @@ class Roster:
             case _:
                 self.refuse(link, f"{message.kind.name} before it has joined")
         return None
+
+    def _answer(self, link: Link) -> None:
+        if self.probe is None:
+            link.send(Message(kind=Kind.PLAN, meta=dict(self.plan)))
+        else:
+            self.probe.begin(link)
+
+    def _end_probe(self) -> None:
+        """Send the plan to the workers that wait for it, when enough links are measured."""
+        if self.probe is not None and (speed := self.probe.speed) is not None:
+            waiting, self._measured_late, self.probe = self.probe.links, self.probe.measuring, None
+            self.on_speed(speed)
+            for link in waiting:
+                self._answer(link)
 
     def _join(self, link: Link, meta: Mapping[str, Any]) -> None:
         peer = link.peer
@@ -225,6 +249,9 @@ class Roster:
         """Ignore further messages of this link."""
         self._links.discard(link)
         self._answered.discard(link)
+        self._measured_late.discard(link)
+        if self.probe is not None:
+            self.probe.forget(link)
 
     # Changing the members; the strategy decides when
 
@@ -236,7 +263,7 @@ class Roster:
         self.members[member.rank] = member
         self._mailbox.num_senders = len(self.members)
         self.joined += not member.returning
-        self._on_change("joined", member, "answers again" if member.returning else "")
+        self._on_change("joined", member, "reconnected" if member.returning else "")
         log.info("%s %s", member.name, "is back" if member.returning else "joined")
 
     def renew(self, member: Member) -> None:
@@ -306,7 +333,7 @@ class Roster:
     def refuse(self, link: Link, reason: str) -> None:
         """Send REFUSE and end the link of a peer that breaks the protocol."""
         name, reason = link.peer.name, printable(reason, limit=MAX_REASON)  # may quote the peer
-        counted = name if name in self.refused or len(self.refused) < MOST_NAMES else "others"
+        counted = name if name in self.refused or len(self.refused) < MAX_NAMES else "others"
         self.refused[counted] += 1
         count = self.refused[counted]
         if count <= 10 or count & (count - 1) == 0:  # do not flood the log
@@ -336,6 +363,6 @@ def _scalars(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Keep the numbers and short texts of a report."""
     return {
         key: value
-        for key, value in list(meta.items())[:MOST_REPORT]
-        if isinstance(value, int | float | None) or (isinstance(value, str) and len(value) <= MOST_TEXT)
+        for key, value in list(meta.items())[:MAX_REPORT]
+        if isinstance(value, int | float | None) or (isinstance(value, str) and len(value) <= MAX_TEXT)
     }

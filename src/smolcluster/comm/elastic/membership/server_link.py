@@ -15,17 +15,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from smolcluster.comm.addresses import own_host
 from smolcluster.comm.elastic.membership.mailbox import DialRefused, Linked, Mailbox, Received, Unlinked
 from smolcluster.comm.elastic.membership.received_state import ReceivedState
 from smolcluster.comm.elastic.transport.api import Link, Transport
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.comm.elastic.transport.sockets import own_host
 from smolcluster.comm.group import Done, PeerLost, Work
 from smolcluster.errors import UserError
 
@@ -44,7 +44,20 @@ class Lease:
 
     step: int
     ranges: tuple[tuple[int, int], ...]
-    steps: int = 1  # of the round; they share the samples
+    steps: int = 1  # of the run, in this round
+    own_steps: int | None = None  # of this worker, which share the samples; None: as many
+    most_s: float = math.inf  # the round ends after about so long, with the steps that are done
+    clip: tuple[float, float] | None = None  # a contribution whose norm exceeds the second is scaled to the first
+
+    @property
+    def local(self) -> int:
+        """This worker's steps."""
+        return self.own_steps or self.steps
+
+    def number(self, taken: int) -> int:
+        """Return the run's step after so many of this worker's: spread over the round; the last is the round's last."""
+        first = self.step - self.steps + 1
+        return self.step if taken >= self.local else first + (taken - 1) * (self.steps - 1) // (self.local - 1)
 
     @property
     def samples(self) -> int:
@@ -58,7 +71,20 @@ class Lease:
         step, steps = int(value["step"]), int(value.get("steps", 1))
         if not 1 <= steps <= max(1, step):
             raise ValueError(f"a round that ends with step {step} cannot have {steps} steps")
-        return cls(step, ranges, steps)
+        lease = cls(step, ranges, steps)
+        own, most_s, clip = value.get("own_steps"), value.get("most_s"), value.get("clip")
+        if own is not None:
+            if not 1 <= int(own) <= max(1, lease.samples) or (steps == 1 and own > 1):
+                raise ValueError(f"{own} steps for {lease.samples} samples in {steps} steps of the run")
+            lease = replace(lease, own_steps=int(own))
+        if most_s is not None:
+            lease = replace(lease, most_s=float(most_s))
+        if clip is not None:
+            usual, bound = float(clip[0]), float(clip[1])
+            if not 0 < usual <= bound < math.inf:
+                raise ValueError(f"a usual norm of {usual} and a bound of {bound}")
+            lease = replace(lease, clip=(usual, bound))
+        return lease
 
 
 class ServerLink:

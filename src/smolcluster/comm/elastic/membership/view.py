@@ -14,8 +14,8 @@ from typing import Any
 from smolcluster.comm.group import PeerLost
 
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
-_MOST_MEMBERS = 4096
-_MOST_TEXT = 255
+_MAX_MEMBERS = 4096
+_MAX_TEXT = 255
 
 
 class ViewChanged(PeerLost):
@@ -74,8 +74,8 @@ class View:
     def from_meta(cls, value: Any) -> View:
         fields = _fields(value, "view", ("epoch", "step", "members"))
         members = fields["members"]
-        if not isinstance(members, list) or len(members) > _MOST_MEMBERS:
-            raise ValueError(f"the members of a view must be a list of at most {_MOST_MEMBERS}")
+        if not isinstance(members, list) or len(members) > _MAX_MEMBERS:
+            raise ValueError(f"the members of a view must be a list of at most {_MAX_MEMBERS}")
         return cls(
             epoch=_count(fields, "epoch"),
             step=_count(fields, "step"),
@@ -101,6 +101,6 @@ def _count(fields: Mapping[str, Any], name: str) -> int:
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
     value = fields[name]
-    if not isinstance(value, str) or not 0 < len(value) <= _MOST_TEXT or not value.isprintable():
-        raise ValueError(f"{name} must be printable text of at most {_MOST_TEXT} characters, not {str(value)[:80]!r}")
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT or not value.isprintable():
+        raise ValueError(f"{name} must be printable text of at most {_MAX_TEXT} characters, not {str(value)[:80]!r}")
     return value

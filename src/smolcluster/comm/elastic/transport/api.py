@@ -74,8 +74,9 @@ class Handler(Protocol):
     def place(self, link: Link, head: Head) -> Tensor | None:
         """Return the tensor to receive this payload into, of exactly its dtype and size.
 
-        None ends the link; so does raising `frames.NotWanted`, with a reason.
+        None, the default, ends the link; so does raising `frames.NotWanted`, with a reason.
         """
+        return None
 
     def received(self, link: Link, message: Message) -> None: ...
 
@@ -84,6 +85,7 @@ class Handler(Protocol):
 
     def refused(self, address: str, reason: str) -> None:
         """Handle a handshake that either side refused. A dialled address is not retried."""
+        return
 
 
 class Dialer(ABC):

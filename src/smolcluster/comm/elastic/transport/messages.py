@@ -34,7 +34,7 @@ class Kind(enum.IntEnum):
     BYE = 9  # the reason for closing; the link ends
 
     # Membership
-    ASK = 16  # worker: asks for the PLAN
+    ASK = 16  # worker: asks for the PLAN; server: for a STATE of so many bytes, to measure the link
     PLAN = 17  # server: the configuration, the run's id
     JOIN = 18  # worker: ready to train; layout of the model, batch size
     WELCOME = 19  # server: admitted from this step on; the number of STATE messages that follow, the lease

@@ -19,8 +19,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smolcluster.comm.addresses import join_address
 from smolcluster.comm.elastic.transport.security import explain
-from smolcluster.comm.elastic.transport.sockets import join_address
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Addresses, sockets and socket options."""
+"""Sockets and their options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import struct
 import sys
 from typing import Any
 
-from smolcluster.comm.addresses import refuse_itself
+from smolcluster.comm.addresses import join_address, refuse_itself
 from smolcluster.errors import UserError
 
 BACKLOG = 1024
@@ -25,25 +25,6 @@ UNSENT_BYTES = 1 << 19  # TCP_NOTSENT_LOWAT: a larger kernel buffer would only h
 # BBR underestimates the bandwidth of bursty, bidirectional collectives and leaves a part of a local link idle
 # (`benchmarks p1`). Connections to private addresses use the first of these that is available instead.
 INSTEAD_OF_BBR = (b"cubic", b"reno")
-
-
-def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Split `host:port` or `[v6]:port`."""
-    host, _, port = address.rpartition(":")
-    if not _is_valid_host(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UserError(f"'{address}' is not an address; write HOST:PORT, for example 192.168.1.10:5555")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _is_valid_host(host: str) -> bool:
-    try:
-        return bool(host.encode("idna"))
-    except UnicodeError:  # a label is empty or too long
-        return False
 
 
 def set_options(sock: socket.socket, *, buffer_size: int | None) -> None:
@@ -176,15 +157,3 @@ async def dial(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.
         else:
             return sock
     raise problem or OSError(f"'{host}' has no address")
-
-
-def own_host(address: str) -> str:
-    """Return the local address that routes to `address`; other machines of that network can reach it."""
-    host, port = split_address(address)
-    try:
-        family, kind, protocol, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as asked:
-            asked.connect(found)  # UDP: sends nothing, only chooses the route
-            return str(asked.getsockname()[0])
-    except OSError as error:
-        raise UserError(f"no route from this machine to {address}: {error.strerror or error}") from error

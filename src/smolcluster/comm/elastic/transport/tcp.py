@@ -25,12 +25,13 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from smolcluster.comm.addresses import join_address, split_address
 from smolcluster.comm.elastic.transport import frames
 from smolcluster.comm.elastic.transport.api import LEFT, Dialer, Handler, Peer, Transport
 from smolcluster.comm.elastic.transport.connection import LINGER_S, LinkLimits, TcpLink
 from smolcluster.comm.elastic.transport.pending_connections import PendingConnections
 from smolcluster.comm.elastic.transport.security import Keyring, explain, is_permanent
-from smolcluster.comm.elastic.transport.sockets import dial, join_address, listen_on, split_address
+from smolcluster.comm.elastic.transport.sockets import dial, listen_on
 from smolcluster.comm.work import Traffic
 
 __all__ = ["LinkLimits", "TcpTransport"]

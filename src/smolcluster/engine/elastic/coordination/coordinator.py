@@ -29,6 +29,7 @@ from smolcluster.compute.replica import Replica
 from smolcluster.engine.elastic.coordination import results
 from smolcluster.engine.elastic.coordination.evictions import Evictions
 from smolcluster.engine.elastic.coordination.followers import Followers
+from smolcluster.engine.elastic.coordination.local_rounds import LocalRounds
 from smolcluster.engine.elastic.coordination.rejoining import can_reach, weights_lost
 from smolcluster.engine.elastic.coordination.state_upload import StateUploads, UnusableState
 from smolcluster.engine.elastic.deadline import ComputeWatch
@@ -50,11 +51,15 @@ class Coordinator(ServerSide):
         rounds_ahead: int,
         whole: bool,
         local_steps: int = 1,
+        equal_time: bool = False,
         tokens_per_sample: int = 1,
         step_timeout_s: float | None = None,
         connect_s: float = CONNECT_S,
     ) -> None:
-        """`rounds_ahead`: rounds that a worker may have under way. `whole`: each member holds the whole result of a round."""
+        """`rounds_ahead`: rounds that a worker may have under way. `whole`: each member holds the whole result of a round.
+
+        `equal_time`: members take unlike numbers of local steps.
+        """
         self.context, self.replica = context, replica
         self.shared: Mapping[str, Tensor] = {}
         self.tokens_per_sample = tokens_per_sample
@@ -66,6 +71,7 @@ class Coordinator(ServerSide):
         self._view_epoch = -1  # of the current view; the roster's is higher once a member has joined or left
         self._view_instances: set[str] = set()
         self._watch = ComputeWatch(step_timeout_s)
+        self._local = LocalRounds(equal_time=equal_time, clipped=self._roster.clipped, warn=context.warn)
         self._claims = Claims(self.server_context.count)
         self._pair_keys = PairKeys()
         self._disagreements = 0  # in a row: attempts at the next step whose results differed
@@ -346,12 +352,19 @@ class Coordinator(ServerSide):
             if (busy_s := overdue.get(member.instance)) is not None:
                 self._evict(member, f"it has computed step {step} for {busy_s:.1f} s while others wait for it")
 
+    def grant_lease(self, member: Member, step: int, *, steps: int = 1) -> dict[str, Any]:
+        own_steps, terms = self._local.terms(member, self._roster.in_order(), steps=steps)
+        return super().grant_lease(member, step, steps=own_steps) | terms | {"steps": steps}
+
     # Steps
 
     def _take_done(self, member: Member, message: Message) -> None:
         step, meta = message.step, message.meta
         if not results.is_well_formed(meta):
             self._roster.evict(member, "its DONE message is malformed")
+            return
+        if (objection := self._local.objection(member, step, meta, self.server_context.leases)) is not None:
+            self._roster.evict(member, objection)
             return
         ranges = self.server_context.leases.held(member.instance).get(step, [])
         claimed = float(meta.get("weight", 0.0))
@@ -365,8 +378,7 @@ class Coordinator(ServerSide):
         self._done.setdefault(step, {})[member.rank] = meta
         if not ranges:
             return
-        objection = self.gate.objection(float(meta["mine"]))
-        if objection is not None:
+        if (objection := self.gate.objection(float(meta["mine"]))) is not None:
             scale = None if math.isfinite(float(meta["mine"])) else meta.get("scale")
             self.refuse(member, step, objection, scale=scale)
             self._left_out.setdefault(step, set()).add(member.rank)
@@ -426,9 +438,9 @@ class Coordinator(ServerSide):
     def _settle(self, step: int, done: dict[int, dict[str, Any]]) -> results.RoundTotals:
         """Settle the leases of a round and add up what its members reported."""
         totals, leases = results.RoundTotals(), self.server_context.leases
-        for member in self._roster.in_order():
-            if step not in leases.held(member.instance):
-                continue
+        counted = [member for member in self._roster.in_order() if step in leases.held(member.instance)]
+        self._local.committed([(member, done[member.rank]) for member in counted], step=step)
+        for member in counted:
             report = done[member.rank]
             samples, weight = totals.add(member, step, leases.settle(member.instance, step), report)
             if weight:

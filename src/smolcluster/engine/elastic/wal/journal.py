@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 # A snapshot is due when the log exceeds the larger of SNAPSHOT_BYTES and SNAPSHOT_RATIO times the state, or SNAPSHOT_RECORDS.
 SNAPSHOT_BYTES, SNAPSHOT_RATIO, SNAPSHOT_RECORDS = 64 << 20, 4.0, 500
 BESIDE = 0.5  # of the log limit may be logged while a snapshot is written; then appends wait for it
-MOST_BETWEEN_TRIES = 64  # records between two attempts while snapshots fail
+MAX_BETWEEN_TRIES = 64  # records between two attempts while snapshots fail
 _RECORD_BYTES = 4096  # of a record without its tensors, roughly
 
 
@@ -365,7 +365,7 @@ class Journal(Closing):
         self._log_bytes += num_bytes
         self._log_records += records
         self._snapshot_wanted |= wanted
-        self._retry_at = self._records + min(2**self._failures, MOST_BETWEEN_TRIES)
+        self._retry_at = self._records + min(2**self._failures, MAX_BETWEEN_TRIES)
         self._failures += 1
 
     def _snapshot_saved(self, event: CheckpointSaved) -> None:

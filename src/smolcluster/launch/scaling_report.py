@@ -134,12 +134,9 @@ def chart(scaling: Scaling, *, unicode: bool) -> list[tuple[str, str]]:
             share = scaling.efficiency(size)
             lines.append((f"{text}  {bar(share, unicode=unicode)}", "green" if share >= LINE else "yellow"))
         else:
-            lines.append((f"{text}  {first_line(size.reason) or 'not measured'}", "red"))
+            reason = printable(size.reason.strip().partition("\n")[0])
+            lines.append((f"{text}  {reason or 'not measured'}", "red"))
     return lines
-
-
-def first_line(text: str) -> str:
-    return printable(text.strip().partition("\n")[0])
 
 
 def bar(share: float, *, unicode: bool) -> str:

@@ -75,7 +75,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         cells = [size(sent) + "*" * row["activations_travel"]]
         cells += [size(seat[key]) for key in ("parameters", "gradients", "optimizer")]
         for key in ACTIVATIONS:
-            way = activations_of(seat, *key)
+            way = next((way for way in seat["ways"] if (way["checkpointing"], way["attention"]) == key), None)
             same = "same" if key[1] == "plain" and seat["ways"] else "-"  # without fused attention already
             cells.append(same if way is None else size(way["activations"]))
         table.add_row(row["name"], *cells, size(row["peak_bytes"]), _fits(row))
@@ -119,11 +119,6 @@ def largest_worker(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the worker that needs most memory."""
     workers = [seat for seat in row["seats"] if seat["role"] == "worker"]
     return max(workers, key=lambda seat: int(seat["peak_bytes"]))
-
-
-def activations_of(seat: Mapping[str, Any], checkpointing: bool, attention: str) -> Mapping[str, Any] | None:
-    wanted = (checkpointing, attention)
-    return next((way for way in seat["ways"] if (way["checkpointing"], way["attention"]) == wanted), None)
 
 
 def _advice(plan: Mapping[str, Any]) -> str:

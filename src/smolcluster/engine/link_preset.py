@@ -1,0 +1,90 @@
+"""The preset of a strategy that is picked by the measured link between machines, where the options leave it open.
+
+An exchange of dense int4 takes S/2 bits per parameter each way. From `LAN_MBIT_S` on that is a small share of a round of 30
+steps for models that such machines train; below it costs more than computing, and blocktopk sends 12 times less. Where all
+workers are on one machine nothing is measured and no preset is used.
+
+The pick is in `link.json` of the run directory: a run that goes on from there keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.elastic.membership.link_probe import LinkProbe
+from smolcluster.comm.elastic.membership.roster import Roster
+from smolcluster.comm.elastic.transport.messages import Kind
+from smolcluster.comm.link_speed import MOST_BYTES
+from smolcluster.config import public_dict
+from smolcluster.config.schema import Config
+from smolcluster.durable_files import atomic_write_text
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.engine.spec import WorkerSpec
+
+LAN_MBIT_S = 50.0
+PATIENCE_S = 60.0  # to wait for the remaining workers, after the first was measured
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPick:
+    preset: str | None  # None: the defaults
+    mbit_per_s: float | None  # None: one machine, not measured
+
+    def describe(self, strategy: str) -> str:
+        if self.mbit_per_s is None:
+            return f"{strategy}: no preset, as all workers are on one machine; set strategy.preset for another choice"
+        rule = f"lan from {LAN_MBIT_S:g} Mbit/s on, wan below"
+        return (
+            f"{strategy}: preset {self.preset}, as {self.mbit_per_s:.3g} Mbit/s were measured between the machines ({rule}); "
+            "set strategy.preset for another choice"
+        )
+
+
+def pick_preset(mbit_per_s: float | None) -> LinkPick:
+    if mbit_per_s is None:
+        return LinkPick(None, None)
+    return LinkPick("lan" if mbit_per_s >= LAN_MBIT_S else "wan", mbit_per_s)
+
+
+def pick_by_workers(
+    roster: Roster, found: LinkPick | None, *, host: str, expected: int, use: Callable[[LinkPick], Config]
+) -> None:
+    """Elastic plane: `use` the pick that was found, or measure the links of workers when they ask for the plan.
+
+    `use` returns the configuration with the pick, for the plan.
+    """
+
+    def settle(pick: LinkPick) -> None:
+        roster.plan = {**roster.plan, "config": public_dict(use(pick))}
+
+    if found is not None or is_loopback(host):  # only processes of this machine can connect
+        settle(found or pick_preset(None))
+        return
+    roster.allow(Kind.STATE, most_bytes=max(MOST_BYTES, roster.most_of(Kind.STATE)))
+    roster.probe = LinkProbe(expected=expected, patience_s=PATIENCE_S)
+    roster.on_speed = lambda speed: settle(pick_preset(speed))
+
+
+def on_one_machine(spec: WorkerSpec) -> bool:
+    """Return whether all ranks of the mesh plane are on this machine."""
+    return spec.world_size == spec.local_world_size or is_loopback(spec.master_addr)
+
+
+def recorded_pick(run_dir: RunDir, checkpoints: str | None) -> LinkPick | None:
+    """Return the pick of the run that goes on. `checkpoints`: the folder, or the one checkpoint, that it is resumed from."""
+    source = [] if checkpoints is None else [Path(checkpoints).parent, Path(checkpoints).parent.parent]
+    for run in [*map(RunDir, source), run_dir]:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found = LinkPick(**json.loads(run.link.read_text(encoding="utf-8")))
+            if found.preset in (None, "lan", "wan"):
+                return found
+    return None
+
+
+def record_pick(pick: LinkPick, file: Path) -> None:
+    atomic_write_text(file, json.dumps(asdict(pick)) + "\n")
