@@ -22,7 +22,8 @@ FIELDS = (
 def join_ranks(ranks: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     """Join the reports of all ranks: counts are summed, the loss is weighted by samples."""
     steps = sum(r["own_steps"] for r in ranks)
-    weight = sum(r["batch_samples"] for r in ranks)
+    with_loss = [r for r in ranks if r["own_steps"]]
+    weight = sum(r["batch_samples"] for r in with_loss)
     busy_s = max(r["busy_s"] for r in ranks)
     summary: dict[str, Any] = dict.fromkeys(FIELDS)
     totals = ("samples", "tokens", "bytes_sent", "bytes_received", "stale_rejected")
@@ -35,7 +36,7 @@ def join_ranks(ranks: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]
         "steps": max(r["step"] for r in ranks),
         "tokens_per_s": sum(r["own_tokens"] for r in ranks) / busy_s if busy_s else 0.0,
         "samples_per_s": sum(r["own_samples"] for r in ranks) / busy_s if busy_s else 0.0,
-        "train_loss": sum(r["loss"] * r["batch_samples"] for r in ranks) / weight if weight else None,
+        "train_loss": sum(r["loss"] * r["batch_samples"] for r in with_loss) / weight if weight else None,
         "staleness_mean": sum(r["staleness_sum"] for r in ranks) / steps if steps else 0.0,
         "restarts": 0,
         "members_lost": 0,
