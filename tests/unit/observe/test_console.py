@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import math
 import re
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.unit import samples
 
+from smolcluster.launch.join.worker import _ShowWaiting
 from smolcluster.observe import text
 from smolcluster.observe.console import ConsoleSink
 from smolcluster.observe.events import (
@@ -560,3 +562,16 @@ def test_the_curve_is_the_loss_of_the_global_batch() -> None:
 )  # fmt: skip
 def test_numbers_for_people(made: str, expected: str) -> None:
     assert made == expected
+
+
+def test_a_missing_worker_is_not_called_the_server() -> None:
+    shown = _ShowWaiting("10.8.0.1:65432")
+    text = {}
+    for address in ("10.8.0.1:65432", "10.8.0.3:41929"):
+        line = logging.LogRecord("x", logging.INFO, "", 0, "waiting for a peer at %s: %s", (address, "refused"), None)
+        assert shown.filter(line)
+        text[line.getMessage()] = line.levelno
+    assert text == {
+        "waiting for the server at 10.8.0.1:65432: refused": logging.WARNING,
+        "waiting for a peer at 10.8.0.3:41929: refused": logging.INFO,
+    }

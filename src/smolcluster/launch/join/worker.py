@@ -163,7 +163,7 @@ def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> 
 
     channel = SignalChannel()
     pushing = _LogPusher(spec, log_dir, sinks)
-    logging.getLogger("smolcluster.comm.elastic.transport.tcp").addFilter(_ShowWaiting())
+    logging.getLogger("smolcluster.comm.elastic.transport.tcp").addFilter(_ShowWaiting(spec.server))
     outcome = Outcome()
     status = run_worker(spec, channel, [outcome, pushing, *sinks, _EndNotice(spec, sinks)])
     failed = outcome.failed
@@ -249,8 +249,13 @@ class _EndNotice(Sink):
 class _ShowWaiting(logging.Filter):
     """Show the transport's log line about a missing server on the screen."""
 
+    def __init__(self, server: str) -> None:
+        super().__init__()
+        self._server = server
+
     def filter(self, record: logging.LogRecord) -> bool:
-        if str(record.msg).startswith("waiting for a peer"):
+        of_server = isinstance(record.args, tuple) and record.args[:1] == (self._server,)
+        if of_server and str(record.msg).startswith("waiting for a peer"):
             record.msg = record.msg.replace("a peer", "the server", 1)
             record.levelno = logging.WARNING  # the console shows warnings; levelname stays
         return True
