@@ -204,7 +204,7 @@ class Role(ABC):
             return source, CheckpointStore(source.parent, keep=1).load(source, lazily=lazily)
         found = CheckpointStore(source, keep=1).load_latest(lazily=lazily)
         if found is None:
-            raise UserError(f"--resume: there is no checkpoint in {source}")
+            raise UserError(f"--resume: there is no checkpoint in {source}; start the run again without --resume")
         return found
 
     # Reporting

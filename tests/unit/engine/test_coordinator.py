@@ -118,7 +118,11 @@ class Run:
             self.mailbox,
             plan={},
             admit=lambda link, meta: Member(
-                rank=link.peer.rank, link=link, batch_size=4, address=f"127.0.0.1:{1000 + link.peer.rank}", said=meta
+                rank=link.peer.rank,
+                link=link,
+                batch_size=4,
+                address=meta.get("address", f"127.0.0.1:{1000 + link.peer.rank}"),
+                said=meta,
             ),
             on_event=lambda *_: None,
             on_change=lambda *_: None,
@@ -486,6 +490,14 @@ def test_one_that_the_others_could_not_reach_is_refused(address: Any) -> None:
         admission.admit(link, {**said, "address": address})
     served = dataclasses.replace(admission, exchanging=False)  # then nobody needs to
     assert served.admit(link, {**said, "address": ""}).rank == 0
+
+
+def test_one_on_loopback_among_others_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(whole=True)
+    run.join(0, 1)
+    assert "loopback" not in caplog.text
+    run.join(2, address="10.8.0.3:5000")
+    assert "worker 0 (testhost), worker 1 (testhost) joined over a loopback address" in caplog.text
 
 
 def test_a_second_rank_with_the_instance_of_another_is_refused() -> None:

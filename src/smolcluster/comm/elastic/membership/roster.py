@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from smolcluster.comm.addresses import is_loopback, split_address
 from smolcluster.comm.elastic.membership.link_probe import LinkProbe
 from smolcluster.comm.elastic.membership.mailbox import Linked, Mailbox, Received, Unlinked
 from smolcluster.comm.elastic.transport.api import Link
@@ -271,6 +272,19 @@ class Roster:
         self.joined += not member.returning
         self._on_change("joined", member, "reconnected" if member.returning else "")
         log.info("%s %s", member.name, "is back" if member.returning else "joined")
+        if not member.returning:
+            self._warn_of_loopback()
+
+    def _warn_of_loopback(self) -> None:
+        """Warn of members that those on other machines cannot reach."""
+        local = {m.name: is_loopback(split_address(m.address)[0]) for m in self.members.values() if m.address}
+        if any(local.values()) and not all(local.values()):
+            names = ", ".join(sorted(name for name, is_local in local.items() if is_local))
+            log.warning(
+                "%s joined over a loopback address, where workers on other machines cannot reach it; start it with the "
+                "--server address that they use",
+                names,
+            )
 
     def renew(self, member: Member) -> None:
         """Give a member a new epoch: messages that it sent before are stale."""
