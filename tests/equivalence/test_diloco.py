@@ -249,6 +249,7 @@ FEW = {rank: [("smolcluster.strategies.diloco", "MOST_GATHERED", 1)] for rank in
         {"codec": "blocktopk"},
         {"codec": "int4"},
         {"codec": "blocktopk", "overlap": 1},
+        {"codec": "blocktopk", "fragments": 2, "overlap": 3},
         {"codec": "bf16", "fragments": 2},
     ],
     ids=str,
