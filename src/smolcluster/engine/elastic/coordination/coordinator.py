@@ -232,20 +232,11 @@ class Coordinator(HoldsState):
         }
         # Encoded once for all members; leases differ and go in messages of their own.
         roster.send(members, shared(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=meta)))
-        self._send_leases([] if staying else newcomers)
+        self.send_leases([] if staying else newcomers, self._with_num_steps(self._rounds), committed=committed)
         self._late.formed(late, self._rounds)
         self._view_epoch = roster.epoch
         self._watch.begin(self._view_instances, now=time.monotonic())
         self._uploads.request(committed)
-
-    def _send_leases(self, members: Sequence[Member]) -> None:
-        leases: dict[Member, list[dict[str, Any]]] = {member: [] for member in members}
-        for step, steps in self._with_num_steps(self._rounds):
-            for member, granted in leases.items():
-                granted.append(self.grant_lease(member, step, steps=steps))
-        for member, granted in leases.items():
-            meta = {"leases": granted}
-            member.link.send(Message(kind=Kind.LEASE, step=self._committed, epoch=self._roster.epoch, meta=meta))
 
     def _has_leases(self, members: list[Member]) -> bool:
         """Return whether some member holds a lease of each of the next rounds."""
