@@ -918,11 +918,12 @@ class _Slow(Task):
     is there: a few steps are enough for a script that a loaded machine holds up."""
 
     calls = 0
+    pace = 0.03
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         if model.training and not Path(os.environ["SLOW_UNTIL"]).exists():
             self.calls += 1
-            time.sleep(0.03 * max(10, self.calls))
+            time.sleep(self.pace * max(10, self.calls))
         return super().loss(model, batch)
 
 
@@ -982,6 +983,18 @@ def _told(apply: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
             file.write(said)
 
     return applied
+
+
+class HashedTiny(SlowTiny):
+    """Slower and slower, with a hash of the weights in the folder WEIGHTS after each round of each worker."""
+
+    pace = 0.01
+
+    def __init__(self, config: Any) -> None:
+        from smolcluster.strategies.base.local_steps import LocalSteps
+
+        super().__init__(config)
+        LocalSteps.apply = _told(LocalSteps.apply)  # type: ignore[method-assign]
 
 
 def another_size(*args: Any, **kwargs: Any) -> dict[str, str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.equivalence.test_local_steps import BATCHES, averaged
 from tests.equivalence.test_local_steps import CONFIG as PLAIN_SGD
+from tests.faults.elastic_history import assert_sound, commits, lines_of
 from tests.tasks import Double
 from tests.world import ElasticWorld, World, run_elastic_world, run_world
 from torch import Tensor
@@ -18,6 +21,7 @@ from smolcluster.comm.codecs import make_codec
 from smolcluster.comm.contributions import HEAD
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import DiLoCoOptions
+from smolcluster.data.leases import Range, indices
 from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 from smolcluster.errors import UserError
@@ -76,10 +80,12 @@ def simulated(
     overlap: int = 0,
     mixing: float = 1.0,
     again: bool = False,
+    reads: Sequence[Sequence[Any]] | None = None,
 ) -> dict[str, Tensor]:
     """One model for each worker, in turn; Nesterov's rule, error feedback, the mean and the fragments are written out.
 
-    `again`: the mean is encoded again, with error feedback of its own.
+    `again`: the mean is encoded again, with error feedback of its own. `reads`: the samples of each worker in each step; None:
+    those of the mesh plane.
     """
     task = Double(config=None)  # type: ignore[arg-type]
     seed_everything(SEED, "weights", device=torch.device("cpu"))
@@ -87,7 +93,11 @@ def simulated(
     models += [copy.deepcopy(models[0]) for _ in COUNTS[1:]]
     inner = [torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0) for model in models]
     x, y = task.train_data()
-    readers = [ShardedSampler(Sampler(len(x), seed=SEED), counts=COUNTS, shard=shard) for shard in range(len(COUNTS))]
+    if reads is None:
+        shards = [
+            ShardedSampler(Sampler(len(x), seed=SEED), counts=COUNTS, shard=shard) for shard in range(len(COUNTS))
+        ]
+        reads = [[shard.next() for _ in range(steps)] for shard in shards]
     theta = [p.detach().clone() for p in models[0].parameters()]
     velocity = [torch.zeros_like(p) for p in theta]
     residuals: list[list[Tensor | float]] = [[0.0] * len(theta) for _ in COUNTS]
@@ -106,8 +116,8 @@ def simulated(
         under_way[:] = [item for item in under_way if item[0] > until]
 
     for t in range(1, steps + 1):
-        for model, optimizer, reader in zip(models, inner, readers, strict=True):
-            read = torch.from_numpy(reader.next())
+        for model, optimizer, mine in zip(models, inner, reads, strict=True):
+            read = torch.from_numpy(mine[t - 1])
             optimizer.zero_grad()
             task.loss(model, (x[read], y[read])).backward()
             optimizer.step()
@@ -137,6 +147,17 @@ def simulated(
     return models[0].state_dict() | dict(zip(models[0].state_dict(), theta, strict=True))
 
 
+def leased(world: ElasticWorld) -> list[list[Any]]:
+    """The samples of each worker in each step, as the run's history has them."""
+    x, _ = Double(config=None).train_data()  # type: ignore[arg-type]
+    reads: list[list[Any]] = [[] for _ in world.workers]
+    for line in commits(lines_of(world)):
+        for part in line["contributors"]:
+            samples = indices(Sampler(len(x), seed=SEED), [Range(*each) for each in part["ranges"]])
+            reads[part["rank"]] += np.array_split(samples, line.get("steps", 1))
+    return reads
+
+
 def through(name: str, tensor: Tensor) -> Tensor:
     """What comes out of a codec."""
     codec = make_codec(name)
@@ -159,6 +180,21 @@ def test_streams_as_a_loop_does(tmp_path: Path, sets: tuple[int, int]) -> None:
     world = train("mesh", tmp_path, {f"strategy.{n}": v for n, v in options.items()} | {"training.steps": 11})
     mixing = 0.5 if overlap else 1.0
     expected = simulated(steps=11, h=4, fragments=fragments, overlap=overlap, mixing=mixing)
+    assert_close(weights(world, 11), expected)
+
+
+@pytest.mark.usual(when=lambda sets: sets == (2, 3))
+@pytest.mark.parametrize("sets", [(2, 3), (2, 0), (4, 2), (1, 3), (1, 1)], ids=str)
+def test_streams_as_a_loop_does_on_the_elastic_plane(tmp_path: Path, sets: tuple[int, int]) -> None:
+    """However early a result is committed, the weights get it as many steps after it was contributed."""
+    fragments, overlap = sets
+    options = {"inner_steps": 4, "fragments": fragments, "overlap": overlap}
+    world = train("elastic", tmp_path, {f"strategy.{n}": v for n, v in options.items()} | {"training.steps": 11})
+    assert isinstance(world, ElasticWorld)
+    assert_sound(world, steps=11)
+    assert world.summary["replicas_agree"] is True
+    mixing, reads = 0.5 if overlap else 1.0, leased(world)
+    expected = simulated(steps=11, h=4, fragments=fragments, overlap=overlap, mixing=mixing, reads=reads)
     assert_close(weights(world, 11), expected)
 
 
@@ -298,11 +334,14 @@ def test_streaming_is_resumed_to_the_bit(tmp_path: Path, options: dict[str, Any]
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.usual(when=lambda options, overlap: options == WAN and overlap)
+@pytest.mark.parametrize("overlap", [0, 3])
 @pytest.mark.parametrize("options", [{}, WAN], ids=["dense", "wan"])
-def test_fragments_on_the_elastic_plane(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A fragment is a round: replicas agree, and workers that go on in the run's directory do so with their own weights."""
-    sets = STREAMS | options | {"strategy.overlap": 0, "training.checkpoint_steps": 6}
+def test_streaming_is_resumed_to_the_bit_on_the_elastic_plane(
+    tmp_path: Path, options: dict[str, Any], overlap: int
+) -> None:
+    """Workers go on in the run's directory with their own weights, as they were when the round of the checkpoint ended."""
+    sets = STREAMS | options | {"strategy.overlap": overlap, "training.checkpoint_steps": 6}
     whole = train("elastic", tmp_path / "whole", sets)
     assert isinstance(whole, ElasticWorld)
     assert whole.summary["replicas_agree"] is True
@@ -320,6 +359,25 @@ def test_resuming_with_other_fragments_is_refused(fragments: int) -> None:
     state = State(weights={}, optimizer={}, numbers={"fragments": [2, 2]})
     with pytest.raises(UserError, match=r"was made with strategy\.fragments 2 and inner_steps 4"):
         strategy.load_state(state)
+
+
+@pytest.mark.parametrize("plane", ["mesh", "elastic"])
+def test_a_run_with_other_fragments_does_not_continue(tmp_path: Path, plane: str) -> None:
+    """Nothing is trained, and the checkpoint is good for a run that fits it."""
+    sets = STREAMS | {"training.checkpoint_steps": 6, "training.steps": 8}
+    saved = train(plane, tmp_path / "whole", sets).run_dir / "checkpoints" / "step-00000006"
+    ends: dict[str, Any] = (
+        {"start": [], "script": lambda world: world.wait_for_exit("server")} if plane == "elastic" else {}
+    )
+    again = train(plane, tmp_path / "again", sets | {"strategy.fragments": 4}, resume=saved, **ends)
+    said = "the checkpoint was made with strategy.fragments 2 and inner_steps 4, and this run has 4 and 4; resume with those"
+    if isinstance(again, World):
+        assert said in again.refusal
+    else:
+        assert again.server.failed is not None
+        assert said in again.server.failed.message
+    assert not (again.run_dir / "checkpoints").exists() or not list((again.run_dir / "checkpoints").iterdir())
+    assert train(plane, tmp_path / "fits", sets, resume=saved).summary["status"] == "finished"
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "blocktopk"])

@@ -25,6 +25,9 @@ class Fragmented(Combination):
     def slot_of(self, step: int, *, number: int, num_slots: int) -> int:
         return len(self._parts) if step == self._last_step else number % len(self._parts)
 
+    def collide(self, slot: int, other: int) -> bool:
+        return slot == other or len(self._parts) in (slot, other)
+
     def places(self, slot: int) -> list[int]:
         """Return which of the trained parameters this slot combines."""
         return [place for fragment in self.fragments(slot) for place in self._places[fragment]]
@@ -74,6 +77,10 @@ class Fragmented(Combination):
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         for part in self._parts:
             part.load_own(tensors)
+
+    def drop(self, slot: int) -> None:
+        for part in self._of(slot):
+            part.drop(0)
 
     def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
         for part in self._parts:

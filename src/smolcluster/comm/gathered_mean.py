@@ -58,7 +58,6 @@ class GatheredMean(Combination):
         self._weight, self._norm, self._message = 0.0, 0.0, torch.empty(0, dtype=torch.uint8)
         self._mean: tuple[float, list[Tensor | None]] | None = None
         self._work: Work = Done()
-        self._fixed = group is not None
         if group is not None:
             self._group = group
 
@@ -86,6 +85,9 @@ class GatheredMean(Combination):
             self._feedback.memories, self._weight, self._norm, self._stop = self._settled, 0.0, 0.0, False
             self._message = self._layout.write(0.0, {})
         self._send(self._message)
+
+    def drop(self, slot: int) -> None:
+        self._feedback.memories = self._settled
 
     def done(self, slot: int) -> bool:
         return self._work.done
@@ -143,8 +145,8 @@ class GatheredMean(Combination):
         self._mean = self._mean_of([shares[place] for place in range(members)])
 
     def own_state(self) -> dict[str, Tensor]:
-        memories = self._feedback.memories if self._fixed else self._settled  # members that stay commit every round
-        return {f"{self._codec.name}/{name}": tensor for name, tensor in tensors_of(memories).items()}
+        """Return the feedback after the last round that was contributed to."""
+        return {f"{self._codec.name}/{name}": tensor for name, tensor in tensors_of(self._feedback.memories).items()}
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         names = [packer.names[0] for packer in self._packers]

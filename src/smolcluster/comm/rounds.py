@@ -55,6 +55,8 @@ class Contribution:
     local: Mapping[str, Any] | None = None  # what a strategy reports of its local steps, for the coordinator
     epoch: int = -1  # of the view it is combined in
     reported: bool = False
+    again: bool = False  # to be combined again, as soon as no earlier round uses its memory
+    left_out: bool = False  # then without this member's part
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,10 @@ class Combination(ABC):
     def slot_of(self, step: int, *, number: int, num_slots: int) -> int:
         """Return the slot of round `number`, which ends with this step."""
         return number % num_slots
+
+    def collide(self, slot: int, other: int) -> bool:
+        """Return whether two slots use the same memory, so that only one of them may be in flight."""
+        return slot == other
 
     @abstractmethod
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
@@ -135,6 +141,9 @@ class Combination(ABC):
         """Restore `own_state`; state that is missing or of another codec starts empty."""
 
     # Elastic plane
+
+    def drop(self, slot: int) -> None:  # noqa: B027
+        """Forget this member's contribution, which will not count."""
 
     def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
         """Combine in this group from now on. Every member of the new view calls this. May raise ViewChanged.
@@ -312,6 +321,13 @@ class Rounds(ABC):
     @abstractmethod
     def settle(self, *, in_flight: int) -> None:
         """Apply committed rounds, in order; wait while more than `in_flight` rounds are not applied."""
+
+    def poll(self) -> None:  # noqa: B027
+        """Take part in what is under way, between two local steps, without waiting."""
+
+    def share(self, mine: Contribution) -> float:
+        """Return this member's share of the mean, as far as it is known before the commit."""
+        return mine.weight
 
     @abstractmethod
     def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]: ...

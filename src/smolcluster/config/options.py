@@ -101,6 +101,7 @@ class Streaming(NamedTuple):
     fragments: int = 1
     overlap: int = 0  # steps from a contribution until its result is applied
     mixing: float = 1.0  # share of the result in the weights then
+    eager: bool = False  # a worker takes its own part of the outer step at once
 
     @property
     def streams(self) -> bool:
@@ -182,7 +183,10 @@ class DiLoCoOptions(RoundOptions):
     mixing: Fraction | None = Field(
         None, description="share of the result in the weights when it arrives; null: 0.5 with overlap, 1 without"
     )
-
+    eager: bool = Field(
+        False,
+        description="results arrive inner_steps steps later, and each worker takes the outer step of its own part at once",
+    )
     offline: bool = Field(
         False, description="a worker that loses the coordinator trains on alone, and its work is merged when it returns"
     )
@@ -193,7 +197,7 @@ class DiLoCoOptions(RoundOptions):
     quorum: Fraction = Field(
         0.5,
         description="a round commits without members that are late if more than this share of them has contributed; 1: it "
-        "waits for all",
+        "waits for all, as with overlap and eager",
     )
     inner: Annotated[Literal["single", "fsdp"], Lower] = Field(
         "single", description="what trains between exchanges: each worker, or sites of several, sharded (mesh plane)"
@@ -223,16 +227,25 @@ class DiLoCoOptions(RoundOptions):
         steps = self.steps_per_round
         if steps % self.fragments:
             raise ValueError(f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {steps}")
-        if self.overlap >= steps:
-            raise ValueError(f"strategy.overlap is {self.overlap}; it must be less than strategy.inner_steps, {steps}")
-        if self.overlap and self.equal_time:
+        if self.eager and self.mixing is not None:
+            raise ValueError("strategy.mixing has no effect with strategy.eager; leave out one of them")
+        if self.eager and self.overlap not in (0, steps):
             raise ValueError(
-                f"strategy.overlap is {self.overlap}, in steps that are equally long on no two machines with "
+                f"strategy.overlap is {self.overlap}; with strategy.eager it is strategy.inner_steps, {steps}: leave it out"
+            )
+        if self.overlap >= steps and not self.eager:
+            raise ValueError(f"strategy.overlap is {self.overlap}; it must be less than strategy.inner_steps, {steps}")
+        if (self.overlap or self.eager) and self.equal_time:
+            raise ValueError(
+                f"strategy.{'eager' if self.eager else 'overlap'} counts steps that are equally long on no two machines with "
                 f"strategy.inner_steps auto; set inner_steps to a number, such as {INNER_STEPS}"
             )
-        if self.inner == "fsdp" and (self.fragments > 1 or self.overlap or self.mixing is not None):
+        if self.offline and (self.overlap or self.eager):
+            raise ValueError("strategy.offline needs rounds that are waited for: leave out strategy.overlap and eager")
+        if self.inner == "fsdp" and (self.fragments > 1 or self.overlap or self.eager or self.mixing is not None):
             raise ValueError(
-                "strategy.inner fsdp exchanges the whole model and waits: leave out strategy.fragments, overlap and mixing"
+                "strategy.inner fsdp exchanges the whole model and waits: leave out strategy.fragments, overlap, mixing "
+                "and eager"
             )
         if self.inner == "fsdp" and self.equal_time:
             raise ValueError(
@@ -246,6 +259,8 @@ class DiLoCoOptions(RoundOptions):
 
     @property
     def streaming(self) -> Streaming:
+        if self.eager:
+            return Streaming(self.fragments, self.steps_per_round, 0.0, eager=True)
         mixing = (0.5 if self.overlap else 1.0) if self.mixing is None else self.mixing
         return Streaming(self.fragments, self.overlap, mixing)
 
@@ -258,6 +273,7 @@ class DiLoCoOptions(RoundOptions):
             "average": self.chosen != "blocktopk",
             "feedback_decay": self.chosen == "fp32",
             "nesterov": self.outer_momentum == 0,
+            "quorum": self.quorum < 1 and self.streaming.overlap > 0,
         }
         return super().without_effect() | {key for key, is_unused in unused.items() if is_unused}
 

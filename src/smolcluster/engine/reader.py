@@ -55,9 +55,15 @@ class StreamReader:
 
 class LeaseReader:
     def __init__(
-        self, sampler: Sampler, lease: Callable[[], Lease | None], *, clock: Callable[[], float] = time.monotonic
+        self,
+        sampler: Sampler,
+        lease: Callable[[], Lease | None],
+        *,
+        holds: Callable[[int], bool] = lambda _: True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sampler, self._lease, self._clock = sampler, lease, clock
+        """`holds`: whether the lease of the round that ends with this step is still held; else the rest of it is not read."""
+        self._sampler, self._lease, self._holds, self._clock = sampler, lease, holds, clock
         self._left: deque[Indices] = deque()  # of the round that was begun, a part for each step
         self._done = 0  # steps of that round
         self.taken = 0  # the last step begun
@@ -70,6 +76,8 @@ class LeaseReader:
         return bool(self._left)
 
     def next(self, done: int) -> tuple[int, Indices] | None:
+        if self._left and not self._holds(self._round.step):
+            self._left.clear()
         if not self._left and not self._begin_round():
             return None
         samples, before = self._left.popleft(), self.taken

@@ -107,6 +107,7 @@ class Cost:
     bytes_received: int
     messages: int
     bytes_at_once: int = 0  # sent in the largest exchange, where not every step has one
+    bytes_at_end: int = 0  # and in the last one, which is of all fragments
     activations_travel: bool = False  # also sent; they depend on the samples and are not in these numbers
     journal_bytes: int = 0  # written by a server
     offloaded: bool = False  # parameters, gradients and optimizer state are in host memory

@@ -16,6 +16,7 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.run_length import last_step
 from smolcluster.errors import UserError
 from smolcluster.observe.text import size
+from smolcluster.parallel.placement import Cost
 from smolcluster.planner.candidates import as_configured
 from smolcluster.planner.forecast import SeatMemory, Workload, forecast, limit_per_rank, nodes_of
 from smolcluster.planner.memory_estimate import Activations, samples_per_step
@@ -70,9 +71,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     if ignored:
         lines.append(f"# {not_used(config.strategy.name, plane, ignored)}")
     lines.extend(f"# {line}" for line in describe_memory(workload, plane))
-    also = ", and activations, which are not counted here" if cost.activations_travel else ""
-    also = f", at most {_amount(cost.bytes_at_once)} at once{also}" if cost.bytes_at_once else also
-    lines.append(f"# a step sends {_amount(cost.bytes_sent)} of parameters and gradients from each worker{also}")
+    lines.append(f"# {describe_traffic(cost)}")
     lines.append(f"# {steps:,} steps of {sum(counts):,} samples")
     if isinstance(options, RoundOptions) and options.equal_time:
         lines[-1] += (
@@ -80,6 +79,16 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
         )
     lines.append(f"# run directory: {run_dir.path}")
     return "\n".join(lines)
+
+
+def describe_traffic(cost: Cost) -> str:
+    """Describe what a worker sends in a step, and in the exchanges of a strategy that has few."""
+    said = f"a step sends {_amount(cost.bytes_sent)} of parameters and gradients from each worker"
+    if cost.bytes_at_once:
+        said += f", at most {_amount(cost.bytes_at_once)} at once"
+    if cost.bytes_at_end > cost.bytes_at_once:
+        said += f", and {_amount(cost.bytes_at_end)} in the last round"
+    return said + (", and activations, which are not counted here" if cost.activations_travel else "")
 
 
 def _amount(sent: int) -> str:

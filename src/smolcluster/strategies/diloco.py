@@ -19,6 +19,14 @@ an `overlap` tau > 0 computing continues meanwhile, and the result is applied ta
     theta <- outer optimizer(theta, mean);   w <- (1 - alpha) w + alpha theta          `mixing` alpha: 0.5, or 1 where tau is 0
 The last round of a run exchanges all fragments and is waited for.
 
+Eager: an exchange is under way for H steps, until the next of the same fragment, and a worker does not wait for it to use its
+own part. When round t ends, for N workers:
+    theta <- outer optimizer(theta, mean of round t-1)                             as above, alike on all
+    w     <- my outer optimizer(theta, delta / N)                                  with a momentum of its own
+The outer optimizer is linear in its gradients, so w is where the paper's step leads: that of the mean of round t-1, with my
+delta of round t in place of mine of round t-1. The next delta is w as the round began minus w. With a lossy codec the worker's
+own part is the delta before it was encoded.
+
 Codecs: fp32 is all-reduced. Others are all-gathered, so that nothing is encoded twice: bf16, int8, int4, and blocktopk, where
 each worker sends the largest numbers of each block (SparseLoCo) and `average` is over the senders of a number, or over all.
 Above 8 workers each tensor has an owner, which encodes its mean again with an error feedback of its own and sends that to all:
@@ -30,12 +38,13 @@ Outer SGD with rate 1 and no momentum is federated averaging; with `inner_steps`
 Bytes per step and worker, sent and received each, for S bytes of parameters, or E of them encoded, on N workers:
     fp32   2 (N-1)/N S / H           others   (N-1) E / H           above 8 workers, of which one owns P   (E + (N-2) P) / H
     at once: H / F times as much, but for the last round: H times                          with equal shares   2 (N-1)/N E / H
-Memory beside the model: theta, the outer momentum, the exchanged tensors, and m.
+Memory beside the model: theta, the outer momentum, the exchanged tensors, and m. Eager: w as the round began, and a momentum.
 
 Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023 (arXiv 2311.08105). Sarfi et al.,
 "Communication efficient LLM pre-training with SparseLoCo", 2025 (2508.15706). Thérien et al., "MuLoCo: Muon is a practical
 inner optimizer for DiLoCo", 2025 (2505.23725). Douillard et al., "Streaming DiLoCo with overlapping communication: towards a
-distributed free lunch", 2025 (2501.18512).
+distributed free lunch", 2025 (2501.18512). Kale et al., "Eager updates for overlapped communication and computation in DiLoCo",
+2025 (2502.12996).
 """
 
 from __future__ import annotations
@@ -70,7 +79,7 @@ class DiLoCo(LocalSteps[DiLoCoOptions]):
 
     @property
     def quorum(self) -> float:
-        return self.options.quorum
+        return 1.0 if self.options.streaming.overlap else self.options.quorum
 
     @property
     def max_rounds_apart(self) -> int:

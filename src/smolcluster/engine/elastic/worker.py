@@ -130,10 +130,11 @@ class ElasticWorker(Role):
         self.own = (
             OwnState(self.run_dir.own, rank=spec.rank, keep=training.max_checkpoints_to_keep) if spec.run_dir else None
         )
-        self._kept = 0  # updates, when own state was saved last
+        self._kept = 0  # the step of the own state that was saved last
         if self.own is not None:
             self.membership.recall = self.own.load
-        self.reader = LeaseReader(Sampler(len(self.train_data), seed=training.seed or 0), self.membership.lease)
+        sampler = Sampler(len(self.train_data), seed=training.seed or 0)
+        self.reader = LeaseReader(sampler, self.membership.lease, holds=self.membership.holds)
         self.loop = Loop(
             strategy=self.strategy,
             task=self.task,
@@ -155,20 +156,18 @@ class ElasticWorker(Role):
 
     def _keep_own(self, *, now: bool = False) -> None:
         """Save own state (error feedback) after the rounds where the server saves."""
+        if self.own is None or not isinstance(self.strategy, Exchanging):
+            return
         if self.membership.alone:
             if not now:
                 return
             self.membership.come_back()
         if self.reader.in_round and not now:
             return
-        every, updates = self.config.training.checkpoint_steps or self.total_steps + 1, self.strategy.replica.updates
-        if (
-            self.own is not None
-            and isinstance(self.strategy, Exchanging)
-            and (now or updates // every > self._kept // every)
-        ):
-            self.own.save(updates, self.strategy.state().own)
-            self._kept = updates
+        every, step = self.config.training.checkpoint_steps or self.total_steps + 1, self.strategy.own_step
+        if step is not None and (now or step // every > self._kept // every):
+            self.own.save(step, self.strategy.state().own)
+            self._kept = step
 
     def _open_rounds(self, strategy: Exchanging[Any], combination: Combination) -> Rounds:
         """Return the rounds of the strategy, which are also this worker's membership."""

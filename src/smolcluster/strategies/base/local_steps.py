@@ -14,21 +14,26 @@ of them once in h steps. With an `overlap` tau the result is waited for, and app
     anchor <- outer optimizer(anchor, mean of delta)                       of the fragment
     w      <- (1 - alpha) w + alpha anchor                                 `mixing` alpha; 1: as above
 
+On the elastic plane the anchor moves as soon as a round is committed, so that it is the same on all members after every
+commit; the weights get it tau steps after the contribution all the same. Who joins, or rejoins, begins its next round from
+the anchor.
+
 Means are weighted by the samples of the round, or by its targets where the task counts them. A round ends with every step that
 h / F divides, and with the last step of the run, where it exchanges all fragments. Stop requests take effect when a result is
 applied.
 
 The anchor is the model of the run: it is evaluated, saved and exported, and workers that join start from it. A checkpoint of
 the mesh plane in the middle of a round also has the local state of each worker and the results in flight, so that the round
-continues. On the elastic plane states are taken between rounds.
+continues. On the elastic plane a state is that after a commit, and rounds in flight are trained again.
 
 A round that was too late on the elastic plane waits in an error buffer (`late_work.py`), which counts with the next
 contribution, and is kept beside the local state.
 
 The state of the outer optimizer is shared: it is in every checkpoint and is sent to workers that join. That of the inner one is
 local; other strategies continue with that of rank 0. On the elastic plane a checkpoint has that of one worker, and each worker
-keeps its own on its disk, beside its error feedback: workers that restart in the same run directory continue with it where the
-checkpoint does. Workers that join, or rejoin between two checkpoints, start with that of another worker.
+keeps its own on its disk, with its error feedback and its weights, as they were when the round of the checkpoint ended: workers
+that restart in the same run directory continue with them where the checkpoint does. Workers that join, or rejoin between two
+checkpoints, start with that of another worker.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S / h
 Memory: the anchor and what is exchanged, beside weights, gradients and the state of both optimizers: 4 S and the optimizers'.
@@ -36,14 +41,14 @@ Memory: the anchor and what is exchanged, beside weights, gradients and the stat
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,42 +56,27 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.fragmented import Fragmented
-from smolcluster.comm.rounds import Combination, Committed, Contribution
+from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.compute.optim import load_named_state, named_state
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
-from smolcluster.config.options import RoundOptions, Streaming
 from smolcluster.errors import UserError
 from smolcluster.parallel.encoding import summed_by_workers
 from smolcluster.parallel.fragments import deal
 from smolcluster.parallel.placement import Node, Placement, Shape
 from smolcluster.strategies.base import Scope, State, StepReport
+from smolcluster.strategies.base.late_rounds import LateRounds, LocalRound, LocalStepsT
 from smolcluster.strategies.base.late_work import LateWork
-from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
 
-log = logging.getLogger(__name__)
-
-LocalStepsT = TypeVar("LocalStepsT", bound=RoundOptions)
-WEIGHTS, MOMENTS, ROUND, LATE = "weights/", "optimizer/", "round/", "late/"  # prefixes in `State.own`
+# Prefixes in `State.own`
+WEIGHTS, MOMENTS, ROUND, LATE = "weights/", "optimizer/", "round/", "late/"
+START, EAGER = "start/", "eager/"
+OF_ROUNDS = (WEIGHTS, MOMENTS, ROUND, LATE, START, EAGER)
 OUTER = "outer/"  # prefix in `State.shared`
 
 
-@dataclass(slots=True)
-class _Round:
-    """The local progress of a round."""
-
-    first: int  # updates at its start
-    samples: int = 0
-    weight: float = 0.0
-    loss: Tensor | float = 0.0  # the sum of weighted losses
-    compute_s: float = 0.0
-    counted: bool = False  # the task counts targets
-    steps: int = 0
-    since: float = 0.0  # the end of its first step, by time.perf_counter
-
-
-class LocalSteps(Exchanging[LocalStepsT]):
+class LocalSteps(LateRounds[LocalStepsT]):
     outer: torch.optim.Optimizer  # the same on all workers
 
     @abstractmethod
@@ -109,9 +99,6 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     @classmethod
     def plan(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
-        if options.streaming.overlap and not all(node.stays for node in nodes):
-            said = "strategy.overlap is for cluster.plane mesh: on the elastic plane an exchange is waited for; set it to 0"
-            return Placement(refusals=[said])
         if options.equal_time and all(node.stays for node in nodes):
             said = (
                 "strategy.inner_steps auto is for cluster.plane elastic: on the mesh plane all ranks take as many steps"
@@ -121,6 +108,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         if shape is None:
             return placement
         size, h = shape.parameters * shape.bytes_per_parameter, options.steps_per_round
+        eager = int(options.streaming.eager)
         largest = 1.0
         if shape.model is not None and options.streaming.fragments > 1:
             sizes = {name: p.numel() for name, p in shape.model.named_parameters() if p.requires_grad}
@@ -133,13 +121,14 @@ class LocalSteps(Exchanging[LocalStepsT]):
         costs = [
             replace(
                 cost,
-                parameter_bytes=2 * size,
-                optimizer_bytes=cost.optimizer_bytes + size * cls.outer_states(options),
+                parameter_bytes=(2 + eager) * size,
+                optimizer_bytes=cost.optimizer_bytes + size * cls.outer_states(options) * (1 + eager),
                 gradient_bytes=cost.gradient_bytes + size,  # of local steps, beside what is exchanged
                 bytes_sent=cost.bytes_sent // h,
                 bytes_received=cost.bytes_received // h,
                 messages=-(-cost.messages // h),
                 bytes_at_once=round(cost.bytes_sent * largest),
+                bytes_at_end=cost.bytes_sent,
             )
             for cost in placement.costs
         ]
@@ -147,7 +136,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     def setup(self, task: Task) -> None:
         super().setup(task)
-        self._mine, self._late = _Round(self.replica.updates), LateWork()
+        self._mine, self._late = LocalRound(self.replica.updates), LateWork()
         if self.context.server_context is not None:  # a coordinator trains nothing
             return
         trained, last = self.trained, self.context.total_steps
@@ -159,10 +148,12 @@ class LocalSteps(Exchanging[LocalStepsT]):
         self.replica.led = False  # each worker checks its own gradients
         self._anchor = [parameter.detach().clone() for parameter in self.replica.parameters]
         self.outer = self.outer_optimizer(self.replica.parameters)
-
-    @property
-    def _streaming(self) -> Streaming:
-        return self.options.streaming
+        if self._streaming.eager:
+            self._start = [anchor.clone() for anchor in self._anchor]  # the weights that local steps began with
+            self._outer_of_mine = self.outer_optimizer(self.replica.parameters)
+        self._applied = self.replica.updates  # the last step of the last round that the anchor has
+        self._arrived: deque[tuple[int, int]] = deque()  # step and slot of results that the weights do not have
+        self._at_start = False  # the next step begins with the anchor
 
     @property
     def local_steps(self) -> int:
@@ -177,6 +168,18 @@ class LocalSteps(Exchanging[LocalStepsT]):
         return -(-self._streaming.overlap // self.local_steps)
 
     @property
+    def version(self) -> int:
+        return self._applied
+
+    @property
+    def own_step(self) -> int | None:
+        return None if self._in_round else self.replica.updates
+
+    @property
+    def shares_state_in_rounds(self) -> bool:
+        return super().shares_state_in_rounds or self._streaming.overlap > 0
+
+    @property
     def round_timeout(self) -> float | None:
         return self.options.step_timeout
 
@@ -184,8 +187,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     def step(self, batch: Batch) -> StepReport:
         replica, started = self.replica, time.perf_counter()
-        if self.equal_time:
-            replica.updates = batch.step - 1  # learning rates follow the steps of the run, not of this machine
+        self._begin(batch.step)
         rate = replica.learning_rate
         loss = replica.compute(batch)
         norm = replica.apply()
@@ -195,8 +197,10 @@ class LocalSteps(Exchanging[LocalStepsT]):
         mine.compute_s += time.perf_counter() - started
         mine.steps, mine.since = mine.steps + 1, mine.since or time.perf_counter()
         report = StepReport(loss=loss, grad_norm=norm, learning_rate=rate, samples=batch.samples, tokens=batch.tokens)
+        if self._streaming.overlap:
+            self.rounds.poll()
         ends = self.rounds.ends(batch.step)
-        if ends or self._due(batch.step):
+        if ends or self._is_due(batch.step):
             report.comm = Span(self.context.device)
             if ends:
                 self._contribute(batch.step)
@@ -205,21 +209,58 @@ class LocalSteps(Exchanging[LocalStepsT]):
             report.stop = self.rounds.stop
         return report
 
-    def _due(self, step: int) -> int:
-        """Return how many rounds in flight are to be applied after this step."""
-        return sum(flight.step + self._streaming.overlap <= step for flight in self.rounds.flights)
+    @torch.no_grad()
+    def _begin(self, step: int) -> None:
+        """Before a step: where this worker has joined since the last one, start from the anchor."""
+        if self.context.fixed_group is None:
+            self.replica.updates = step - 1  # of a worker that joined, further than its last
+        if self._at_start:
+            torch._foreach_copy_([parameter.detach() for parameter in self.replica.parameters], self._anchor)
+            self._arrived.clear()
+            self._mine, self._at_start = LocalRound(self.replica.updates), False
+            if self._streaming.eager:
+                torch._foreach_copy_(self._start, self._anchor)
+                self._outer_of_mine.state.clear()
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether results are to be in the weights after this step that are not."""
+        oldest = [step for step, _ in self._arrived] + [flight.step for flight in self.rounds.flights]
+        return any(self._arrives(since) <= step for since in oldest)
+
+    def _arrives(self, step: int) -> int:
+        """Return the step after which the weights get the result of the round that ended with `step`."""
+        return min(step + self._streaming.overlap, self.context.total_steps)
 
     def _settle(self, step: int) -> None:
-        self.rounds.settle(in_flight=len(self.rounds.flights) - self._due(step))
+        """Wait for the results that the weights get after this step."""
+        self.rounds.settle(in_flight=sum(self._arrives(flight.step) > step for flight in self.rounds.flights))
+        self._mix(step)
+
+    @torch.no_grad()
+    def _mix(self, step: int) -> None:
+        while self._arrived and self._arrives(self._arrived[0][0]) <= step:
+            slot = self._arrived.popleft()[1]
+            for place in self._fragmented.places(slot) if self._streaming.mixing else ():
+                parameter, anchor = self.replica.parameters[place], self._anchor[place]
+                if self._streaming.mixing == 1:
+                    parameter.copy_(anchor)
+                else:
+                    parameter.lerp_(anchor, self._streaming.mixing)
 
     @torch.no_grad()
     def _contribute(self, step: int) -> None:
         """Contribute the distance from the anchor; without streaming, return to the anchor until the round is committed."""
-        if step == self.context.total_steps:  # with all fragments
-            self.rounds.settle(in_flight=0)
-        slot, done = self.rounds.slot_of(step), self._mine
+        slot = self.rounds.slot_of(step)
+        before = [slot for _, slot in self._arrived] + [flight.slot for flight in self.rounds.flights]
+        if any(self._fragmented.collide(each, slot) for each in before):
+            self._settle(step)
+            if self.context.fixed_group is None and not self.rounds.ends(step):
+                return  # its lease was lost meanwhile
+        done = self._mine
         local = self._local_report(done) if self.context.fixed_group is None else None
-        self._put_gradients(slot)
+        places, starts = self._fragmented.places(slot), self._start if self._streaming.eager else self._anchor
+        deltas = [starts[place] - self.replica.parameters[place] for place in places]
+        self._put_gradients(places, deltas)
         if local is not None:
             local |= self._clipped(rounds=1 + self._late.rounds)
         leased = self._late.samples  # of rounds that were late, and count now
@@ -232,16 +273,28 @@ class LocalSteps(Exchanging[LocalStepsT]):
             mine.loss = torch.as_tensor(done.loss / (done.weight or 1.0))
             mine.compute_s, mine.local = done.compute_s, local
             mine.start()
-        self._mine = _Round(self.replica.updates)
+        self._mine = LocalRound(self.replica.updates)
+        if self._streaming.eager:
+            self._step_eagerly(places, deltas, self.rounds.share(mine))
 
-    def _put_gradients(self, slot: int) -> None:
-        for place in self._fragmented.places(slot):
-            parameter, anchor = self.replica.parameters[place], self._anchor[place]
-            parameter.grad = self._late.add_to(place, anchor - parameter)
+    def _step_eagerly(self, places: Sequence[int], deltas: Sequence[Tensor], share: float) -> None:
+        """From the anchor, take the outer step of this worker's share of the mean that is under way."""
+        for place, delta in zip(places, deltas, strict=True):
+            self.replica.parameters[place].copy_(self._anchor[place])
+            self.replica.parameters[place].grad = delta * share
+        self._outer_of_mine.step()
+        self.replica.drop_gradients()
+        for place in places:
+            self._start[place].copy_(self.replica.parameters[place])
+
+    def _put_gradients(self, places: Sequence[int], deltas: Sequence[Tensor]) -> None:
+        for place, delta in zip(places, deltas, strict=True):
+            parameter = self.replica.parameters[place]
+            parameter.grad = self._late.add_to(place, delta)
             if not self._streaming.streams:
-                parameter.copy_(anchor)
+                parameter.copy_(self._anchor[place])
 
-    def _local_report(self, done: _Round) -> dict[str, Any]:
+    def _local_report(self, done: LocalRound) -> dict[str, Any]:
         """Return the steps of a round and their time, without that of the first, in which code may be compiled."""
         float(done.loss)  # wait for the GPU
         passed_s = time.perf_counter() - done.since
@@ -264,76 +317,23 @@ class LocalSteps(Exchanging[LocalStepsT]):
     def apply(self, result: Committed) -> None:
         places = self._fragmented.places(result.slot)
         self._late.committed(places)
-        parameters: list[Tensor] = [self.replica.parameters[place] for place in places]
-        anchors = [self._anchor[place] for place in places]
         if not result.empty:
-            local = [parameter.clone() for parameter in parameters] if self._streaming.mixing < 1 else []
-            if self._streaming.streams:
-                torch._foreach_copy_(parameters, anchors)
-            self._fragmented.give(result)
-            self.outer.step()
-            self.replica.drop_gradients()
-            torch._foreach_copy_(anchors, parameters)
-            for parameter, mine in zip(parameters, local, strict=False):
-                parameter.mul_(self._streaming.mixing).add_(mine, alpha=1 - self._streaming.mixing)
+            with self._at_anchor(places):
+                self._fragmented.give(result)
+                self.outer.step()
+                self.replica.drop_gradients()
+        self._applied = result.step
+        self._arrived.append((result.step, result.slot))
         if not self._streaming.overlap:
+            self._mix(result.step)
             self.replica.updates = result.step
-            self._mine = _Round(result.step)
+            self._mine = LocalRound(result.step)
 
-    # Rounds that were too late
-
-    @torch.no_grad()
-    def set_aside(self, late: Iterable[Contribution], *, held: Iterable[Contribution] = ()) -> None:
-        for mine in held:
-            self._late.committed(self._fragmented.places(mine.slot))  # it is in that contribution
-        for mine in late:
-            if mine.samples and not self._streaming.streams:
-                tensors = zip(self._fragmented.places(mine.slot), self._fragmented.contributed(mine.slot), strict=True)
-                self._late.put(dict(tensors), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
-            elif mine.samples:  # what was contributed is still in the weights
-                self._late.not_committed()
-                self._late.put(self._return_to_anchor(), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
-        self._late.not_committed()
-
-    def _return_to_anchor(self) -> dict[int, Tensor]:
-        """Return the distance of all parameters from the anchor, which they are set to."""
-        pairs = list(zip(self.replica.parameters, self._anchor, strict=True))
-        distances = {place: anchor - parameter for place, (parameter, anchor) in enumerate(pairs)}
-        for parameter, anchor in pairs:
-            parameter.copy_(anchor)
-        return distances
-
-    @torch.no_grad()
-    def contribute_late(self, mine: Contribution) -> None:
-        late = self._late
-        mine.samples, mine.weight, mine.said_loss = late.samples, late.weight, late.loss
-        self._put_gradients(mine.slot)
-        self._clipped(rounds=late.rounds)
-        late.counted()
-        self._fragmented.start(mine.slot, weight=mine.weight)
-        self._fragmented.finish(mine.slot)
-
-    @torch.no_grad()
-    def go_on_alone(self) -> None:
-        for place, tensor in self._late.tensors.items():
-            parameter = self.replica.parameters[place]
-            parameter.sub_(tensor.to(parameter.device, parameter.dtype))
-        self._late.clear()
-
-    @torch.no_grad()
-    def come_back(self) -> None:
-        rounds = self._mine.steps / self.local_steps
-        self._late.put(self._return_to_anchor(), samples=0, weight=0.0, loss=0.0, rounds=rounds)
-        self.replica.updates = self._mine.first
-        self._mine = _Round(self.replica.updates)
-
-    def unlease_late(self) -> None:
-        self._late.unleased()
-
-    def forget_late(self, reason: str) -> None:
-        if self._late.tensors:
-            log.warning("what this worker computed and no round has counted is dropped: %s", reason)
-        self._late.clear()
+    def rejoined(self) -> None:
+        self._at_start = True
+        if not self._streaming.overlap:
+            self.replica.updates = self._applied
+            self._mine = LocalRound(self._applied)
 
     @property
     def _in_round(self) -> bool:
@@ -344,6 +344,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
             if self._in_round:
                 self._contribute(self.replica.updates)
             self.rounds.settle(in_flight=0)
+            self._mix(self.context.total_steps)
         super().drain()
 
     # Evaluation
@@ -353,21 +354,26 @@ class LocalSteps(Exchanging[LocalStepsT]):
             return super().measure(task, part)
 
     @contextmanager
-    def _at_anchor(self) -> Iterator[None]:
-        self._swap()
+    def _at_anchor(self, places: Sequence[int] | None = None) -> Iterator[None]:
+        """Set the parameters (None: all) to the anchor, and back."""
+        places = range(len(self._anchor)) if places is None else places
+        self._swap(places)
         try:
             yield
         finally:
-            self._swap()
+            self._swap(places)
 
-    def _swap(self) -> None:
-        for number, parameter in enumerate(self.replica.parameters):
-            parameter.data, self._anchor[number] = self._anchor[number], parameter.data
+    def _swap(self, places: Sequence[int]) -> None:
+        for place in places:
+            parameter = self.replica.parameters[place]
+            parameter.data, self._anchor[place] = self._anchor[place], parameter.data
 
     # Saving
 
     def state(self, of: Scope = "run") -> State:
         state = super().state(of)
+        if self._streaming.streams:
+            state.numbers["fragments"] = [self._streaming.fragments, self.local_steps]
         if self.context.server_context is not None:
             return state
         outer = named_state(self.replica.model, self.outer)
@@ -385,8 +391,12 @@ class LocalSteps(Exchanging[LocalStepsT]):
             done = {"first": mine.first, "samples": mine.samples, "weight": mine.weight, "loss": mine.loss}
             own |= {f"{ROUND}{name}": torch.as_tensor(value, dtype=torch.float64) for name, value in done.items()}
             state.weights = {**state.weights, **trained}
-        if self._streaming.streams:
-            state.numbers["fragments"] = [self._streaming.fragments, self.local_steps]
+        if self._streaming.eager:
+            own |= {f"{START}{name}": tensor for name, tensor in zip(self._names(), self._start, strict=True)}
+            mine_outer = named_state(self.replica.model, self._outer_of_mine)
+            own |= {f"{EAGER}{name}": tensor for name, tensor in mine_outer.items()}
+        if not fixed:
+            state.numbers["updates"] = self._applied
         state.own = own | {f"{LATE}{name}": tensor for name, tensor in self._late.state(self._names()).items()}
         return state
 
@@ -394,9 +404,18 @@ class LocalSteps(Exchanging[LocalStepsT]):
         self._check_fragments(state)
         own = state.own
         moments = {name.removeprefix(MOMENTS): tensor for name, tensor in own.items() if name.startswith(MOMENTS)}
-        buffers = {name: tensor for name, tensor in own.items() if not name.startswith((WEIGHTS, MOMENTS, ROUND, LATE))}
+        buffers = {name: tensor for name, tensor in own.items() if not name.startswith(OF_ROUNDS)}
         super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
-        self._mine = _Round(self.replica.updates)
+        if self.context.server_context is not None:
+            return
+        self._applied = self.replica.updates
+        self._arrived.clear()
+        self._mine, self._at_start = LocalRound(self.replica.updates), False
+        if self._streaming.eager:
+            torch._foreach_copy_(
+                self._start, [own.get(f"{START}{n}", a) for n, a in zip(self._names(), self._anchor, strict=True)]
+            )
+            load_named_state(self.replica.model, self._outer_of_mine, under(EAGER, own))
         if f"{ROUND}first" in own:
             self._load_round(own)
         if late := under(LATE, own):
@@ -422,8 +441,12 @@ class LocalSteps(Exchanging[LocalStepsT]):
     def _load_round(self, own: Mapping[str, Tensor]) -> None:
         """Continue in the middle of a round."""
         first, samples, weight, loss = (float(own[f"{ROUND}{name}"]) for name in ("first", "samples", "weight", "loss"))
-        self._mine = _Round(int(first), int(samples), weight, loss)
+        self._mine = LocalRound(int(first), int(samples), weight, loss)
         tensors = self.replica.model.state_dict()
         for name, tensor in own.items():
             if name.startswith(WEIGHTS):
                 tensors[name.removeprefix(WEIGHTS)].copy_(tensor)
+        if self.context.fixed_group is None:  # the anchor has the results that were in flight
+            last, h = self._applied // self.local_steps * self.local_steps, self.local_steps
+            flying = range(last, max(0, self._applied - self._streaming.overlap), -h)
+            self._arrived.extend((step, self.rounds.slot_of(step)) for step in reversed(flying))

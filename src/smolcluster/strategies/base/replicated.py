@@ -169,6 +169,24 @@ class Exchanging(Replicated[OptionsT]):
         return True
 
     @property
+    def version(self) -> int:
+        """The last step of the last round that was applied."""
+        return self.replica.updates
+
+    @property
+    def own_step(self) -> int | None:
+        """The step after which this worker's own state is what it is now; None: it is not one to continue from."""
+        return self.replica.updates
+
+    @property
+    def shares_state_in_rounds(self) -> bool:
+        """Whether the state that workers share is that of the last applied round also while the next is computed."""
+        return self.local_steps == 1
+
+    def rejoined(self) -> None:
+        """Continue from the last applied round: what this worker computed since does not count."""
+
+    @property
     def share(self) -> Share:
         group = self.context.group
         return Share(index=group.rank, count=group.size, replicas=group)

@@ -1,0 +1,109 @@
+"""What a worker with local steps does with rounds that were too late, and with what it computed alone (elastic plane)."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from smolcluster.comm.fragmented import Fragmented
+from smolcluster.comm.rounds import Contribution
+from smolcluster.config.options import RoundOptions, Streaming
+from smolcluster.strategies.base.late_work import LateWork
+from smolcluster.strategies.base.replicated import Exchanging
+
+log = logging.getLogger(__name__)
+
+LocalStepsT = TypeVar("LocalStepsT", bound=RoundOptions)
+
+
+@dataclass(slots=True)
+class LocalRound:
+    """The local progress of a round."""
+
+    first: int  # updates at its start
+    samples: int = 0
+    weight: float = 0.0
+    loss: Tensor | float = 0.0  # the sum of weighted losses
+    compute_s: float = 0.0
+    counted: bool = False  # the task counts targets
+    steps: int = 0
+    since: float = 0.0  # the end of its first step, by time.perf_counter
+
+
+class LateRounds(Exchanging[LocalStepsT]):
+    _fragmented: Fragmented
+    _anchor: list[Tensor]
+    _late: LateWork
+    _mine: LocalRound
+
+    @property
+    def _streaming(self) -> Streaming:
+        return self.options.streaming
+
+    @abstractmethod
+    def _put_gradients(self, places: Sequence[int], deltas: Sequence[Tensor]) -> None:
+        """Set these distances from the anchor, and what waits to be counted, as gradients."""
+
+    @abstractmethod
+    def _clipped(self, *, rounds: float) -> dict[str, Any]:
+        """Clip the gradients, which are of so many rounds, where they are far above the usual."""
+
+    @torch.no_grad()
+    def set_aside(self, late: Iterable[Contribution], *, held: Iterable[Contribution] = ()) -> None:
+        for mine in held:
+            self._late.committed(self._fragmented.places(mine.slot))  # it is in that contribution
+        for mine in late:
+            if mine.samples and not self._streaming.streams:
+                tensors = zip(self._fragmented.places(mine.slot), self._fragmented.contributed(mine.slot), strict=True)
+                self._late.put(dict(tensors), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
+            elif mine.samples:  # what was contributed is still in the weights
+                self._late.not_committed()
+                self._late.put(self._return_to_anchor(), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
+        self._late.not_committed()
+
+    def _return_to_anchor(self) -> dict[int, Tensor]:
+        """Return the distance of all parameters from the anchor, which they are set to."""
+        pairs = list(zip(self.replica.parameters, self._anchor, strict=True))
+        distances = {place: anchor - parameter for place, (parameter, anchor) in enumerate(pairs)}
+        for parameter, anchor in pairs:
+            parameter.copy_(anchor)
+        return distances
+
+    @torch.no_grad()
+    def contribute_late(self, mine: Contribution) -> None:
+        late = self._late
+        mine.samples, mine.weight, mine.said_loss = late.samples, late.weight, late.loss
+        places = self._fragmented.places(mine.slot)
+        self._put_gradients(places, [self._anchor[place] - self.replica.parameters[place] for place in places])
+        self._clipped(rounds=late.rounds)
+        late.counted()
+        self._fragmented.start(mine.slot, weight=mine.weight)
+        self._fragmented.finish(mine.slot)
+
+    @torch.no_grad()
+    def go_on_alone(self) -> None:
+        for place, tensor in self._late.tensors.items():
+            parameter = self.replica.parameters[place]
+            parameter.sub_(tensor.to(parameter.device, parameter.dtype))
+        self._late.clear()
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        rounds = self._mine.steps / self.local_steps
+        self._late.put(self._return_to_anchor(), samples=0, weight=0.0, loss=0.0, rounds=rounds)
+        self.replica.updates = self._mine.first
+        self._mine = LocalRound(self.replica.updates)
+
+    def unlease_late(self) -> None:
+        self._late.unleased()
+
+    def forget_late(self, reason: str) -> None:
+        if self._late.tensors:
+            log.warning("what this worker computed and no round has counted is dropped: %s", reason)
+        self._late.clear()
