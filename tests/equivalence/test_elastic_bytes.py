@@ -78,7 +78,7 @@ def test_a_dry_run_says_on_which_plane_a_codec_has_no_effect(tmp_path: Path) -> 
         plane: describe_run(config, workers=2, run_dir=RunDir(tmp_path / "run"), backend=None, plane=plane)
         for plane in ("mesh", "elastic")
     }
-    assert "# strategy allreduce does not use on the mesh plane: codec\n" in said["mesh"]
+    assert "# strategy allreduce does not use, on the mesh plane and with these options: codec\n" in said["mesh"]
     assert "does not use" not in said["elastic"]
 
 

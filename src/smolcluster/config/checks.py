@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from smolcluster.config.describe import show
+from smolcluster.config.describe import reason, show
 from smolcluster.config.schema import ClusterConfig, Config, split_best
 from smolcluster.config.shape import shape_of
 from smolcluster.config.strategies import find_record
@@ -183,7 +183,15 @@ def _options(config: Config) -> Iterator[Conflict]:
     try:
         made(**{key: value for key, value in given.items() if key in made.model_fields})
     except ValidationError as error:
-        why = {str((*part["loc"], "name")[0]): part["msg"] for part in reversed(error.errors())}
+        why = {str((*part["loc"], "")[0]): reason(part) for part in reversed(error.errors())}
         for key, text in why.items():
-            paths: tuple[KeyPath, ...] = (("strategy", key), ("strategy", "options", key))  # either may be written
-            yield Conflict(paths, f"strategy.{key} = {show(given.get(key, config.strategy.name))}: {text}")
+            if not key:  # of several options: the text names them
+                named = [name for name in re.findall(r"\w+", text) if name in given]
+                yield Conflict(tuple(path for name in named for path in _places(name)), text)
+                continue
+            yield Conflict(_places(key), f"strategy.{key} = {show(given.get(key, config.strategy.name))}: {text}")
+
+
+def _places(option: str) -> tuple[KeyPath, ...]:
+    """Return where an option may be written."""
+    return ("strategy", option), ("strategy", "options", option)

@@ -7,6 +7,8 @@ import functools
 import json
 from typing import Any
 
+from pydantic_core import ErrorDetails
+
 from smolcluster.config.names import SECTIONS
 from smolcluster.config.schema import Config, StrategyConfig
 from smolcluster.config.strategies import BUILT_IN, all_records
@@ -32,6 +34,11 @@ def schema_for_editors() -> dict[str, Any]:
                 text = f"{record.name}: {described.get('description', '')}".rstrip(": ")
                 section.setdefault(key, described | {"description": text})
     return schema
+
+
+def reason(part: ErrorDetails) -> str:
+    """Return what is wrong with an option, in the words of the check that refused it."""
+    return str(part["ctx"]["error"]) if part["type"] == "value_error" else part["msg"]
 
 
 def allowed(path: KeyPath) -> str:

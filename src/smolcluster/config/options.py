@@ -226,7 +226,11 @@ class DiLoCoOptions(RoundOptions):
     def _streaming(self) -> Self:
         steps = self.steps_per_round
         if steps % self.fragments:
-            raise ValueError(f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {steps}")
+            fitting = steps + self.fragments - steps % self.fragments
+            raise ValueError(
+                f"strategy.fragments is {self.fragments}, which must divide strategy.inner_steps, {steps}; set inner_steps to "
+                f"{fitting}, or fragments to a number that divides {steps}"
+            )
         if self.eager and self.mixing is not None:
             raise ValueError("strategy.mixing has no effect with strategy.eager; leave out one of them")
         if self.eager and self.overlap not in (0, steps):
@@ -274,6 +278,8 @@ class DiLoCoOptions(RoundOptions):
             "feedback_decay": self.chosen == "fp32",
             "nesterov": self.outer_momentum == 0,
             "quorum": self.quorum < 1 and self.streaming.overlap > 0,
+            "max_rounds_apart": not self.offline,
+            "inner_size": self.inner != "fsdp",
         }
         return super().without_effect() | {key for key, is_unused in unused.items() if is_unused}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import ValidationError
 
+from smolcluster.config.describe import reason
 from smolcluster.config.schema import StrategyConfig
 from smolcluster.config.strategies import record_of
 from smolcluster.errors import UserError
@@ -61,10 +62,12 @@ def read_options(section: StrategyConfig, *, plane: str | None = None) -> tuple[
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise UserError(f"strategy.{place} = {first['input']!r}: {first['msg']}") from error
+        raise UserError(
+            f"strategy.{place} = {first['input']!r}: {reason(first)}" if place else reason(first)
+        ) from error
     return options, sorted(given.keys() - known.keys() | given.keys() & options.without_effect())
 
 
 def not_used(name: str, plane: str, ignored: Sequence[str]) -> str:
     """Return the warning about options that are set and have no effect."""
-    return f"strategy {name} does not use on the {plane} plane: {', '.join(ignored)}"
+    return f"strategy {name} does not use, on the {plane} plane and with these options: {', '.join(ignored)}"

@@ -358,6 +358,9 @@ def test_several_broken_sources_are_all_named(tmp_path: Path) -> None:
         (["workers=[a]", "batch_size={b: 4}"], "cluster.batch_size: 'b' is not a host here; known: a"),
         (["strategy.layer_distribution=[3, 4]"], "sums to 7, not to model.num_layers = 6"),
         (["use_quantization=true", "codec=topk"], "leave one of them out"),
+        (["strategy=diloco", "strategy.codec=topk"], "override: strategy.codec = 'topk': diloco takes one of fp32"),
+        (["strategy=diloco", "strategy.fragments=4"], "override: strategy.fragments is 4, which must divide"),
+        (["strategy=diloco", "strategy.fragments=4"], "strategy.inner_steps, 30; set inner_steps to 32"),
     ],
 )
 def test_rules_between_keys(override: list[str], words: str) -> None:

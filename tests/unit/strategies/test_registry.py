@@ -407,3 +407,10 @@ def test_a_strategy_has_few_members() -> None:
     members = {name for name in {*vars(Strategy), *Strategy.__annotations__} if not name.startswith("_")}
     members |= {"options", "context"}  # set when it is made
     assert len(members) <= 12, sorted(members)
+
+
+def test_options_that_others_make_useless_are_named() -> None:
+    given = StrategyConfig.model_validate({"name": "diloco", "inner_size": 2, "max_rounds_apart": 3})
+    assert read_options(given)[1] == ["inner_size", "max_rounds_apart"]
+    used = StrategyConfig.model_validate({"name": "diloco", "offline": True, "max_rounds_apart": 3})
+    assert read_options(used)[1] == []
