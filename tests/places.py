@@ -39,8 +39,12 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many in a row that nobody listens on, below those that the system gives out."""
-    for first in range(17000, 30000, count):
+    """The first of so many in a row that nobody listens on, below those that the system gives out.
+
+    Processes that test at the same time begin their search at unlike places.
+    """
+    begin = 17000 + os.getpid() * 40 % 13000
+    for first in (*range(begin, 30000, count), *range(17000, begin, count)):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(first, first + count):
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))

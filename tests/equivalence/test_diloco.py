@@ -242,13 +242,14 @@ def test_lossy_rounds_are_those_of_a_loop(tmp_path: Path, average: str, codec: s
 FEW = {rank: [("smolcluster.strategies.diloco", "MOST_GATHERED", 1)] for rank in range(len(COUNTS))}
 
 
-@pytest.mark.usual(when=lambda options: options == {"codec": "blocktopk", "overlap": 1})
+@pytest.mark.usual(when=lambda options: options.get("overlap") == 3)
 @pytest.mark.parametrize(
     "options",
     [
         {"codec": "blocktopk"},
         {"codec": "int4"},
         {"codec": "blocktopk", "overlap": 1},
+        {"codec": "blocktopk", "fragments": 2, "overlap": 3},
         {"codec": "bf16", "fragments": 2},
     ],
     ids=str,

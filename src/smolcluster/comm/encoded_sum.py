@@ -12,8 +12,8 @@ The owner has a residual for each mean. It becomes final when the round is commi
 new view is encoded again, against the residual of the last committed round. The residual of a tensor that changes its owner is
 dropped.
 
-With members that stay every round counts: what is sent is weighted to a mean already, and `own_state` has the residuals that
-rounds in flight leave. One number more is summed, of members that ask to stop.
+With members that stay every round counts: what is sent is weighted to a mean already, and `own_state`, after `wait`, has the
+residuals that rounds in flight leave. One number more is summed, of members that ask to stop.
 
 Decoding is bit-identical on all machines, except with powersgd, where machines of different kinds may differ in the last bits.
 """
@@ -73,7 +73,6 @@ class EncodedSum(Combination):
         self._settled: Mapping[str, Memory] = {}  # residual of this member's means after the last committed round
         self._slots = [Means() for _ in range(num_slots)]
         self._fixed, self._stop = group is not None, False
-        self._flying: set[int] = set()  # slots of contributions whose result was not given yet
         self._fake = self._parts.fake
         if group is not None:
             self._use(group, step=0)
@@ -103,7 +102,6 @@ class EncodedSum(Combination):
         self._parts.finish(slot)
         self._expect(slot)
         if self._fixed:
-            self._flying.add(slot)
             means = self._slots[slot]
             means.stops = torch.tensor([float(self._stop)], device=self._group.device)
             means.works.append(self._group.all_reduce(means.stops))
@@ -155,7 +153,6 @@ class EncodedSum(Combination):
                 None if summed is None else summed.mul_(result.factor).to(parameter.device, parameter.dtype)
             )
         self._settled = means.residual
-        self._flying.discard(result.slot)
         self._parts.counted(result.slot)
         self._slots[result.slot] = Means()
 
@@ -171,8 +168,6 @@ class EncodedSum(Combination):
         self._slots[slot] = Means(sums=self._decode(shares, rows, layouts))
 
     def own_state(self) -> dict[str, Tensor]:
-        for slot in self._flying:
-            self.wait(slot)
         means = self._feedback.memories if self._fixed else self._settled
         kinds = {PARTS: self._parts.own_state(flown=self._fixed), MEANS: tensors_of(means)}
         return {

@@ -398,6 +398,11 @@ class MeshRounds(Rounds):
             self._apply(Committed(oldest.step, oldest.slot, scale=oldest.scale, norm=norm))
             self.combination.complete()
 
+    def own_state(self) -> dict[str, Tensor]:
+        for flight in self.flights:  # in the order in which all ranks expect them
+            self.combination.wait(flight.slot)
+        return super().own_state()
+
     def state(self) -> tuple[list[dict[str, Any]], list[list[Tensor | None]]]:
         for flight in self.flights:
             self.combination.wait(flight.slot)

@@ -16,7 +16,7 @@ class Work(Protocol):
     """An asynchronous operation."""
 
     def wait(self) -> None:
-        """Wait until the result is in place (on a GPU: until the current stream is ordered after it)."""
+        """Wait until the result is in place (on a GPU: until the current stream is ordered after it). May be called again."""
 
     @property
     def done(self) -> bool:

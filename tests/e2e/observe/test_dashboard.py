@@ -277,15 +277,17 @@ def test_a_table_that_goes_on_beyond_the_edge_is_in_the_shade_there(url: str, op
         strips = ({"x": x, "y": box[2] - 4, "width": 6, "height": 3} for x in (box[0] + 1, box[1] - 7))
         return page.screenshot(clip=next(strips)), page.screenshot(clip=next(strips))
 
+    def at(place: int) -> tuple[bytes, bytes]:
+        page.evaluate(f"{table}.scrollLeft = {place}")
+        page.evaluate("new Promise(painted => requestAnimationFrame(() => requestAnimationFrame(painted)))")
+        return edges()
+
+    def is_shaded() -> bool:  # some time after it is scrolled, on the side where there is more
+        (left, right), (left_at_end, right_at_end) = at(0), at(10000)
+        return right != left == right_at_end != left_at_end
+
     assert page.evaluate(f"{table}.scrollWidth > {table}.clientWidth")
-    left, _ = eventually(lambda: (found := edges())[0] != found[1] and found, what="a shade on the right")
-    page.evaluate(f"{table}.scrollLeft = 10000")
-
-    def turned() -> bool:  # painted some time after it is scrolled
-        shaded, clear = edges()
-        return shaded != left and clear == left
-
-    eventually(turned, what="the shade on the left")
+    eventually(is_shaded, what="a shade on the right, then on the left")
 
 
 def test_a_single_evaluation_is_in_the_middle_of_its_chart(url: str, open_page: Callable[..., Any]) -> None:

@@ -112,11 +112,12 @@ def test_it_goes_on_with_what_it_had_of_its_own() -> None:
     """Also from the middle of a round, with its result. Residuals of other parameters are not taken."""
     before, after = ([Member(group, senders=True) for group in MemoryGroup.world(N)] for _ in range(2))
     at_once(before, lambda rank, member: member.contribute(drawn(rank), WEIGHTS[rank]))
-    own = at_once(before, lambda _, member: member.sum.own_state())
+    at_once(before, lambda _, member: member.sum.wait(0))
+    own = [member.sum.own_state() for member in before]
     foreign = {"blocktopk/parts/residual/other": torch.zeros(3)}
 
     def restore(rank: int, member: Member) -> None:
-        member.sum.load_own({**own[rank], **foreign})  # type: ignore[dict-item]
+        member.sum.load_own({**own[rank], **foreign})
         member.sum.put(0, before[rank].sum.results(0))
 
     at_once(after, restore)

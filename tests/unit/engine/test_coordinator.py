@@ -411,8 +411,10 @@ def test_an_idle_worker_drops_the_leases_of_earlier_views() -> None:
         _is_over=lambda view: False,
         _receive_state=lambda view: True,
         _link=SimpleNamespace(leases=leases),
+        _strategy=SimpleNamespace(rejoined=lambda: None),
         _count_late=lambda meta: False,
         _announce=lambda flight: None,
+        _combine_again=lambda: None,
     )
     meta = {"donations": {"2": 0}, "established": [], "idle": [2], "rounds": [4], "left_out": {}}
     view = Message(kind=Kind.VIEW, step=3, epoch=6, meta=meta | {"view": View(6, 3, ()).to_meta()})

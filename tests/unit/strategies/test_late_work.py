@@ -87,7 +87,7 @@ def test_it_is_part_of_what_a_worker_keeps_of_its_own() -> None:
     other.load_state(state)
     for strategy in (one, other):
         with torch.no_grad():
-            strategy._put_gradients(0)
+            strategy._put_gradients(range(len(strategy._anchor)), [torch.zeros_like(a) for a in strategy._anchor])
     for mine, theirs in zip(one.replica.parameters, other.replica.parameters, strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None

@@ -37,6 +37,17 @@ class _TorchWork:
             raise PeerLost(_first_line(error)) from error
 
 
+class _GlooMessage(_TorchWork):
+    """Each `wait` of gloo takes one completion: a second one would wait for ever."""
+
+    _waited = False
+
+    def wait(self) -> None:
+        if not self._waited:
+            super().wait()
+            self._waited = True
+
+
 class TorchGroup(Group):
     def __init__(
         self, process_group: dist.ProcessGroup, *, device: torch.device, met_at: tuple[str, int] | None = None
@@ -83,11 +94,11 @@ class TorchGroup(Group):
 
     def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Work:
         self.traffic.add(tensor.nbytes, 0)
-        return self._start(lambda: dist.isend(tensor, group_dst=to, group=self._group, tag=tag))
+        return self._message(lambda: dist.isend(tensor, group_dst=to, group=self._group, tag=tag))
 
     def recv(self, tensor: Tensor, *, source: int, tag: int = 0) -> Work:
         self.traffic.add(0, tensor.nbytes)
-        return self._start(lambda: dist.irecv(tensor, group_src=source, group=self._group, tag=tag))
+        return self._message(lambda: dist.irecv(tensor, group_src=source, group=self._group, tag=tag))
 
     def sub(self, ranks: Sequence[int]) -> Group | None:
         group = dist.new_group(list(ranks))
@@ -108,12 +119,17 @@ class TorchGroup(Group):
         sizes = {"rank": self.rank, "size": self.size, "root": root}
         self.traffic.add(*moved(kind, whole_bytes, backend=self.backend, **sizes))
 
-    def _start(self, operation: Callable[[], dist.Work | Summed | None]) -> Work:
+    def _message(self, operation: Callable[[], dist.Work | None]) -> Work:
+        return self._start(operation, kind=_GlooMessage if self.backend == "gloo" else _TorchWork)
+
+    def _start(
+        self, operation: Callable[[], dist.Work | Summed | None], *, kind: type[_TorchWork] = _TorchWork
+    ) -> Work:
         try:
             work = operation()
         except RuntimeError as error:
             raise PeerLost(_first_line(error)) from error
-        return Done() if work is None else _TorchWork(work)
+        return Done() if work is None else kind(work)
 
 
 def lost_peer(error: BaseException) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -84,6 +84,16 @@ class ServerSide(ABC):
         """Lease samples for the round of `steps` steps that ends with `step`."""
         ranges = self.server_context.leases.grant(member.instance, step, self._batch_size(member) * steps)
         return {"step": step, "steps": steps, "ranges": [list(r) for r in ranges]}
+
+    def send_leases(self, members: Sequence[Member], rounds: Sequence[tuple[int, int]], *, committed: int) -> None:
+        """Lease these rounds, each with its number of steps, to all of the members."""
+        leases: dict[Member, list[dict[str, Any]]] = {member: [] for member in members}
+        for step, steps in rounds:
+            for member, granted in leases.items():
+                granted.append(self.grant_lease(member, step, steps=steps))
+        for member, granted in leases.items():
+            meta = {"leases": granted}
+            member.link.send(Message(kind=Kind.LEASE, step=committed, epoch=self._roster.epoch, meta=meta))
 
     def _batch_size(self, member: Member) -> int:
         """Return the member's fixed batch size, or its share by speed of the total of all automatic members."""

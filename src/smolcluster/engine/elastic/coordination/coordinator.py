@@ -232,12 +232,7 @@ class Coordinator(HoldsState):
         }
         # Encoded once for all members; leases differ and go in messages of their own.
         roster.send(members, shared(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=meta)))
-        leases: dict[Member, list[dict[str, Any]]] = {member: [] for member in newcomers if not staying}
-        for step, steps in self._with_num_steps(self._rounds):
-            for member, granted in leases.items():
-                granted.append(self.grant_lease(member, step, steps=steps))
-        for member, granted in leases.items():
-            member.link.send(Message(kind=Kind.LEASE, step=committed, epoch=roster.epoch, meta={"leases": granted}))
+        self.send_leases([] if staying else newcomers, self._with_num_steps(self._rounds), committed=committed)
         self._late.formed(late, self._rounds)
         self._view_epoch = roster.epoch
         self._watch.begin(self._view_instances, now=time.monotonic())
