@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from smolcluster.comm.elastic.membership.roster import Member
+from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.membership.server_link import Lease
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.handshake import Peer
@@ -54,11 +54,16 @@ class Round:
             local[rank]["usual"] = said
         self.local.committed([(m, {"local": said}) for m, said in zip(self.members, local, strict=True)], step=30)
 
+    @property
+    def roster(self) -> Roster:
+        members = dict(enumerate(self.members))
+        return cast(Roster, SimpleNamespace(epoch=len(members), members=members, in_order=lambda: self.members))
+
     def steps(self, of: int = 30) -> list[int]:
-        return [self.local.terms(each, self.members, steps=of)[0] for each in self.members]
+        return [self.local.terms(each, self.roster, steps=of)[0] for each in self.members]
 
     def lease(self, rank: int = 0, of: int = 30) -> dict[str, Any]:
-        return self.local.terms(self.members[rank], self.members, steps=of)[1]
+        return self.local.terms(self.members[rank], self.roster, steps=of)[1]
 
 
 # Steps in equal time

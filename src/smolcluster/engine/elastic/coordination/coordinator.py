@@ -345,7 +345,7 @@ class Coordinator(HoldsState):
                 self._evict(member, f"it has computed step {step} for {busy_s:.1f} s while others wait for it")
 
     def grant_lease(self, member: Member, step: int, *, steps: int = 1) -> dict[str, Any]:
-        own_steps, terms = self._local.terms(member, self._roster.in_order(), steps=steps)
+        own_steps, terms = self._local.terms(member, self._roster, steps=steps)
         return super().grant_lease(member, step, steps=own_steps) | terms | {"steps": steps}
 
     # Steps

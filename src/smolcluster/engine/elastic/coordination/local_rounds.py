@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from smolcluster.comm.elastic.membership.roster import Member
+from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.compute.balance import steps_in_time
 from smolcluster.compute.gate import UsualNorm
 from smolcluster.data.leases import Leases, Range
@@ -58,20 +58,31 @@ class LocalRounds:
         """`equal_time`: members take as many steps as each has time for. `clipped`: counts by member."""
         self._equal_time, self._clipped, self._warn = equal_time, clipped, warn
         self._step_s: dict[str, deque[float]] = {}  # by instance, of the last rounds
+        self._usual: tuple[int, float | None] | None = (
+            None  # an epoch of the roster, and the median time of a step in it
+        )
         self._norms = UsualNorm()
 
-    def terms(self, member: Member, members: Sequence[Member], *, steps: int) -> tuple[int, dict[str, Any]]:
+    def terms(self, member: Member, roster: Roster, *, steps: int) -> tuple[int, dict[str, Any]]:
         """Return how many steps the member takes in a round of `steps` steps of the run, and what its lease says of them."""
         said: dict[str, Any] = {}
-        own_steps, known = steps, [s for other in members if (s := self._time_of(other)) is not None]
-        if self._equal_time and known and len(members) > 1:
-            usual_s, own_s = statistics.median(known), self._time_of(member)
+        own_steps = steps
+        if self._equal_time and (usual_s := self._usual_time(roster)) is not None:
+            own_s = self._time_of(member)
             if own_s is not None:
                 own_steps = steps_in_time(steps, usual_s=usual_s, own_s=own_s)
             said = {"own_steps": own_steps, "most_s": SLACK * steps * usual_s}
         if (bounds := self._norms.bounds(own_steps)) is not None:
             said["clip"] = bounds
         return own_steps, said
+
+    def _usual_time(self, roster: Roster) -> float | None:
+        """Return the median time of a step; None for one member, or where no time is known. Found once for all members."""
+        if self._usual is None or self._usual[0] != roster.epoch:
+            known = [s for member in roster.in_order() if (s := self._time_of(member)) is not None]
+            several = len(roster.members) > 1
+            self._usual = roster.epoch, statistics.median(known) if known and several else None
+        return self._usual[1]
 
     def _time_of(self, member: Member) -> float | None:
         """Return a member's time per step; one that comes back to a restarted coordinator has reported it in its JOIN."""
@@ -103,6 +114,7 @@ class LocalRounds:
 
     def committed(self, reports: Iterable[tuple[Member, Mapping[str, Any]]], *, step: int) -> None:
         """Take the reports of the members that contributed to a round."""
+        self._usual = None
         found = [(member, local) for member, report in reports if (local := LocalReport.of(report)) is not None]
         for member, local in found:
             if LEAST_S < local.step_s < MOST_S:
