@@ -162,9 +162,7 @@ TASK = {"training.steps": 3, "training.batch_size": 8}
 
 
 def test_a_port_that_is_taken_is_a_warning(first_port: int, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", first_port + 1))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", first_port + 1)):
         world = run_world(2, tmp_path / "run", TASK | {"logging.prometheus_port": first_port}, task="Tiny")
     assert [rank.status for rank in world.ranks] == [0, 0]
     told = [[event.message for event in rank.events if isinstance(event, Notice)] for rank in world.ranks]
