@@ -15,7 +15,7 @@ from tests.equivalence.test_local_steps import CONFIG as PLAIN_SGD
 from tests.faults.elastic_history import assert_sound, commits, lines_of
 from tests.tasks import Double
 from tests.world import ElasticWorld, World, run_elastic_world, run_world
-from torch import Tensor
+from torch import Tensor, nn
 
 from smolcluster.comm.codecs import make_codec
 from smolcluster.comm.contributions import HEAD
@@ -67,6 +67,23 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], *, toler
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=tolerance)
 
 
+def local_models() -> tuple[Double, list[nn.Module], list[torch.optim.Optimizer], tuple[Tensor, Tensor]]:
+    """The task, a model and an inner optimizer for each worker, and the samples."""
+    task = Double(config=None)  # type: ignore[arg-type]
+    seed_everything(SEED, "weights", device=torch.device("cpu"))
+    models = [task.model()]
+    models += [copy.deepcopy(models[0]) for _ in COUNTS[1:]]
+    inner = [torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0) for model in models]
+    return task, models, list(inner), task.train_data()
+
+
+def mesh_reads(steps: int) -> list[list[Any]]:
+    """What each worker reads in each step on the mesh plane."""
+    length = len(Double(config=None).train_data()[0])  # type: ignore[arg-type]
+    shards = [ShardedSampler(Sampler(length, seed=SEED), counts=COUNTS, shard=shard) for shard in range(len(COUNTS))]
+    return [[shard.next() for _ in range(steps)] for shard in shards]
+
+
 def simulated(
     *,
     codec: str = "fp32",
@@ -87,17 +104,8 @@ def simulated(
     `again`: the mean is encoded again, with error feedback of its own. `reads`: the samples of each worker in each step; None:
     those of the mesh plane.
     """
-    task = Double(config=None)  # type: ignore[arg-type]
-    seed_everything(SEED, "weights", device=torch.device("cpu"))
-    models = [task.model()]
-    models += [copy.deepcopy(models[0]) for _ in COUNTS[1:]]
-    inner = [torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0) for model in models]
-    x, y = task.train_data()
-    if reads is None:
-        shards = [
-            ShardedSampler(Sampler(len(x), seed=SEED), counts=COUNTS, shard=shard) for shard in range(len(COUNTS))
-        ]
-        reads = [[shard.next() for _ in range(steps)] for shard in shards]
+    task, models, inner, (x, y) = local_models()
+    reads = mesh_reads(steps) if reads is None else reads
     theta = [p.detach().clone() for p in models[0].parameters()]
     velocity = [torch.zeros_like(p) for p in theta]
     residuals: list[list[Tensor | float]] = [[0.0] * len(theta) for _ in COUNTS]

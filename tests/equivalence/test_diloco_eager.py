@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.equivalence.test_diloco import COUNTS, RATE, SEED, WAN, assert_close, leased, train, weights
+from tests.equivalence.test_diloco import (
+    COUNTS,
+    WAN,
+    assert_close,
+    leased,
+    local_models,
+    mesh_reads,
+    train,
+    weights,
+)
 from tests.faults.elastic_history import assert_sound
-from tests.tasks import Double
 from tests.world import ElasticWorld
 from torch import Tensor
 
-from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import DiLoCoOptions
-from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 
 STEPS, H, SEEN = 11, 4, 9  # the step whose weights of each worker are looked at
@@ -32,17 +37,8 @@ def simulated(
 
     `shares`: what each worker takes its share of the mean to be.
     """
-    task = Double(config=None)  # type: ignore[arg-type]
-    seed_everything(SEED, "weights", device=torch.device("cpu"))
-    models = [task.model()]
-    models += [copy.deepcopy(models[0]) for _ in COUNTS[1:]]
-    inner = [torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0) for model in models]
-    x, y = task.train_data()
-    if reads is None:
-        shards = [
-            ShardedSampler(Sampler(len(x), seed=SEED), counts=COUNTS, shard=shard) for shard in range(len(COUNTS))
-        ]
-        reads = [[shard.next() for _ in range(STEPS)] for shard in shards]
+    task, models, inner, (x, y) = local_models()
+    reads = mesh_reads(STEPS) if reads is None else reads
     theta = [p.detach().clone() for p in models[0].parameters()]
     velocity = [torch.zeros_like(p) for p in theta]
     starts = [[p.clone() for p in theta] for _ in models]

@@ -101,7 +101,7 @@ class DiLoCo(LocalSteps[DiLoCoOptions]):
 
     @property
     def _recompresses(self) -> bool:
-        """Whether the mean is encoded again: alike on all workers and for the whole run, whoever comes and goes."""
+        """Whether the mean is encoded again: the same on all workers, and for the whole run."""
         group = self.context.fixed_group
         if group is None:
             return (self.context.config.cluster.num_workers or 1) > MOST_GATHERED

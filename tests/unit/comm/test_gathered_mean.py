@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from smolcluster.comm.gathered_mean import GatheredMean
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.rounds import Committed
 
-SHAPES = {"matrix": (12, 10), "bias": (12,)}
+SHAPES: dict[str, tuple[int, ...]] = {"matrix": (12, 10), "bias": (12,)}
 SENT = make_codec("blocktopk", k=409, bits=4)  # a tenth of the numbers
 WEIGHTS = (6.0, 2.0, 4.0)
 ROUND = Committed(1, 0)
+M = TypeVar("M")
 Everyone = Callable[[Callable[[int], object]], list[object]]
 
 
@@ -50,14 +52,14 @@ def members(request: pytest.FixtureRequest) -> list[Member]:
     return [Member(group, senders=request.param) for group in MemoryGroup.world(len(WEIGHTS))]
 
 
-def at_once(members: list[Member], act: Callable[[int, Member], object]) -> list[object]:
+def at_once(members: list[M], act: Callable[[int, M], object]) -> list[object]:
     with ThreadPoolExecutor(len(members)) as pool:
         return list(pool.map(act, range(len(members)), members))
 
 
-def drawn(seed: int) -> dict[str, Tensor]:
+def drawn(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def through(tensor: Tensor) -> Tensor:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
+from tests.unit.comm.test_gathered_mean import SENT, at_once, drawn, through
 from torch import Tensor, nn
 
-from smolcluster.comm.codecs import make_codec
 from smolcluster.comm.contributions import HEAD, buckets_of
 from smolcluster.comm.encoded_sum import EncodedSum, rows_of
 from smolcluster.comm.memory_group import MemoryGroup
@@ -21,7 +18,6 @@ from smolcluster.strategies.diloco import DiLoCo
 
 N, DECAY = 10, 0.5
 SHAPES = {f"layers.{i}.{kind}": shape for i in range(6) for kind, shape in (("weight", (12, 10)), ("bias", (12,)))}
-SENT = make_codec("blocktopk", k=409, bits=4)  # a tenth of the numbers
 WEIGHTS = [rank / sum(range(1, N + 1)) for rank in range(1, N + 1)]
 SIZES = [SENT.nbytes(shape) for shape in SHAPES.values()]
 
@@ -44,29 +40,13 @@ class Member:
         return {name: parameter.grad for name, parameter in self.parameters.items()}
 
 
-def at_once(members: list[Member], act: Callable[[int, Member], object]) -> list[object]:
-    with ThreadPoolExecutor(len(members)) as pool:
-        return list(pool.map(act, range(len(members)), members))
-
-
-def drawn(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def through(tensor: Tensor) -> Tensor:
-    data, decoded = torch.zeros(SENT.nbytes(tensor.shape), dtype=torch.uint8), torch.empty(tensor.shape)
-    SENT.decode(data[: SENT.encode(tensor, data)], decoded)
-    return decoded
-
-
 @pytest.mark.parametrize("senders", [False, True], ids=["all", "senders"])
 def test_ten_members_get_the_mean_that_a_loop_encodes_again(senders: bool) -> None:
     """To the bit on all of them, and what is left out waits: at the member, and at the owner of a mean."""
     members = [Member(group, senders=senders) for group in MemoryGroup.world(N)]
     left = [{name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(N + 1)]  # the last: of means
     for number in range(3):
-        given = [drawn(100 * number + rank) for rank in range(N)]
+        given = [drawn(100 * number + rank, SHAPES) for rank in range(N)]
 
         def one(rank: int, member: Member, given: list[dict[str, Tensor]] = given) -> dict[str, Tensor | None]:
             member.contribute(given[rank], WEIGHTS[rank], stop=rank in (1, 7))
@@ -93,7 +73,7 @@ def test_ten_members_get_the_mean_that_a_loop_encodes_again(senders: bool) -> No
 def test_bytes_are_those_of_the_plan() -> None:
     """Beside the heads of messages, and one number more, of members that ask to stop."""
     members = [Member(group, senders=True) for group in MemoryGroup.world(N)]
-    at_once(members, lambda rank, member: (member.contribute(drawn(rank), WEIGHTS[rank]), member.take()))
+    at_once(members, lambda rank, member: (member.contribute(drawn(rank, SHAPES), WEIGHTS[rank]), member.take()))
     shape = Shape(parameters=1, bytes_per_parameter=4, tensors=list(SHAPES.values()))
     options = DiLoCoOptions(codec="blocktopk", codec_k=409, codec_bits=4, inner_steps=1)
     costs = DiLoCo.plan(options, [Node(name=f"n{i}") for i in range(N)], shape).costs
@@ -111,7 +91,7 @@ def test_bytes_are_those_of_the_plan() -> None:
 def test_it_goes_on_with_what_it_had_of_its_own() -> None:
     """Also from the middle of a round, with its result. Residuals of other parameters are not taken."""
     before, after = ([Member(group, senders=True) for group in MemoryGroup.world(N)] for _ in range(2))
-    at_once(before, lambda rank, member: member.contribute(drawn(rank), WEIGHTS[rank]))
+    at_once(before, lambda rank, member: member.contribute(drawn(rank, SHAPES), WEIGHTS[rank]))
     at_once(before, lambda _, member: member.sum.wait(0))
     own = [member.sum.own_state() for member in before]
     foreign = {"blocktopk/parts/residual/other": torch.zeros(3)}
@@ -124,7 +104,7 @@ def test_it_goes_on_with_what_it_had_of_its_own() -> None:
 
     def go_on(rank: int, member: Member) -> object:
         first = member.take()
-        member.contribute(drawn(50 + rank), WEIGHTS[rank])
+        member.contribute(drawn(50 + rank, SHAPES), WEIGHTS[rank])
         return first, member.take(), member.sum.own_state()
 
     for mine, other in zip(at_once(before, go_on), at_once(after, go_on), strict=True):

@@ -183,12 +183,7 @@ class Coordinator(HoldsState):
         if not self._whole:
             self._uploads.abandon()  # its parts would come from two views
         before, staying = self._view_instances, self._holders()
-        newcomers = sorted(filter(self._may_enter_view, roster.newcomers), key=lambda member: member.rank)
-        for member in newcomers:
-            roster.welcome(member)
-            if not self._is_current(member):
-                self._without_state.add(member.rank)
-        self._without_state &= roster.members.keys()
+        newcomers = self._admit_newcomers()
         if not roster.members:
             return
         roster.epoch += 1
@@ -237,6 +232,15 @@ class Coordinator(HoldsState):
         self._view_epoch = roster.epoch
         self._watch.begin(self._view_instances, now=time.monotonic())
         self._uploads.request(committed)
+
+    def _admit_newcomers(self) -> list[Member]:
+        newcomers = sorted(filter(self._may_enter_view, self._roster.newcomers), key=lambda member: member.rank)
+        for member in newcomers:
+            self._roster.welcome(member)
+            if not self._is_current(member):
+                self._without_state.add(member.rank)
+        self._without_state &= self._roster.members.keys()
+        return newcomers
 
     def _has_leases(self, members: list[Member]) -> bool:
         """Return whether some member holds a lease of each of the next rounds."""
