@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -251,6 +252,7 @@ def test_benchmarks_of_the_elastic_plane_run_to_their_end(
 ) -> None:
     if len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2:
         pytest.skip("two cores and Linux are needed")
+    resource_tracker.ensure_running()  # of Python: it stays once a pool of processes was used
     before = descendants(os.getpid())
     assert main([name, "--quick", "--repeats", "1", "--out", str(tmp_path), *options]) == 0
     assert shown in capsys.readouterr().out
