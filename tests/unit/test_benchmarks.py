@@ -242,6 +242,7 @@ def test_p7_in_its_smallest_form(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("name", "options", "shown"),
     [
         ("p3", ["--only", "topk 0.01", "bare", "--jobs", "2"], "syncps, topk 0.01"),
+        ("trends", ["--only", "dropped", "--jobs", "2"], "50% dropped"),
         ("p4", ["--only", "allreduce, auto"], "of the limit"),
         ("p9", ["--only", "syncps"], "counts again"),
         ("p12", ["--only", "allreduce"], "met by all"),
