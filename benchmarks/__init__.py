@@ -32,5 +32,9 @@ BENCHMARKS = {
         "benchmarks.p14",
         "loss after equal samples: edp and diloco on 2, 4 and 8 workers, one slow, against single",
     ),
+    "trends": (
+        "benchmarks.trends",
+        "loss of diloco at equal tokens over H, workers, lost contributions, bits and k, beside the papers' figures",
+    ),
     "watched": ("benchmarks.watched", "what the dashboard with 50 viewers, and logs pushed to Loki, cost training"),
 }

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -241,6 +242,7 @@ def test_p7_in_its_smallest_form(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("name", "options", "shown"),
     [
         ("p3", ["--only", "topk 0.01", "bare", "--jobs", "2"], "syncps, topk 0.01"),
+        ("trends", ["--only", "dropped", "--jobs", "2"], "50% dropped"),
         ("p4", ["--only", "allreduce, auto"], "of the limit"),
         ("p9", ["--only", "syncps"], "counts again"),
         ("p12", ["--only", "allreduce"], "met by all"),
@@ -251,6 +253,7 @@ def test_benchmarks_of_the_elastic_plane_run_to_their_end(
 ) -> None:
     if len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2:
         pytest.skip("two cores and Linux are needed")
+    resource_tracker.ensure_running()  # of Python: it stays once a pool of processes was used
     before = descendants(os.getpid())
     assert main([name, "--quick", "--repeats", "1", "--out", str(tmp_path), *options]) == 0
     assert shown in capsys.readouterr().out
