@@ -13,7 +13,8 @@ limit. Then the seconds of a step are measured over each link: whole rounds of d
 would take hours, needs minutes. What is sent once, before the first step, does not count for anybody.
 
 edp has no such curve: who is ahead depends on the network. It runs over the link itself, until the loss or for `--limit-s`.
-Its server is on the host of worker 0. hivemind, where it is installed, is compared in `p3` and `p4`: not here.
+Its server is on the host of worker 0. So does hivemind's Optimizer, where it is installed: an epoch is one batch of each peer,
+gradients travel in fp16, parameters not at all (`peers/`); evaluating does not count. What was not reached has no figure.
 
 Hosts are network namespaces (`network.py`): Linux, root and iproute2 are needed. All hosts share this machine's cores, so with
 more workers than cores computing takes longer than it would, for all alike. With `--jobs` J, J methods are measured at once:
@@ -42,7 +43,8 @@ from benchmarks.jobs import call_each
 from benchmarks.methods import BARE, DDP, METHODS, OF_BYTES, OURS, steps_of, training
 from benchmarks.network import hosts
 from benchmarks.picture import draw
-from benchmarks.workload import ROOT, SHAPES
+from benchmarks.programs import hivemind_peers, usable
+from benchmarks.workload import ROOT, SHAPES, make_config
 from smolcluster.errors import UserError
 from smolcluster.observe.events import StepLogged
 
@@ -51,8 +53,11 @@ SHAPE = dataclasses.replace(SHAPES["0.8m"], batch_size=16)
 TARGETS = {"1mbit": 100.0, "10mbit": 15.0, "100mbit": 2.4}
 EVERY = 30  # steps between two points of a curve: whole rounds of every method
 VAL_SAMPLES = 512
-EDP = "edp, int8"
-SHOWN = [name for name in METHODS if name not in OF_BYTES] + [EDP]
+EDP, HIVEMIND = "edp, int8", "hivemind, fp16"
+OVER_LINKS = (EDP, HIVEMIND)  # run over the link itself
+POINTS_OF_HIVEMIND = 10  # steps between two points of its curve
+NEVER = 10**6  # an interval beyond every run
+SHOWN = [*(name for name in METHODS if name not in OF_BYTES), *OVER_LINKS]
 COLUMNS = ["method", "step_s", "steps", "seconds", "sooner", "target", "verdict"]
 PICTURE = ROOT / "docs" / "images" / "loss-over-time.svg"
 
@@ -65,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="of a curve (default: 900; quick: 60)")
     parser.add_argument("--loss", type=float, help="to reach (default: what DDP has after four fifths of the steps)")
     parser.add_argument("--only", choices=SHOWN, nargs="+", help="besides DDP (default: all)")
-    parser.add_argument("--limit-s", type=float, help="of a run of edp (default: 300; quick: 20)")
+    parser.add_argument("--limit-s", type=float, help="of a run of edp or hivemind (default: 300; quick: 20)")
     parser.add_argument("--jobs", type=int, default=1, help="methods at a time (default: 1)")
     parser.add_argument("--draw", action="store_true", help=f"write {PICTURE.relative_to(ROOT)}")
 
@@ -78,9 +83,11 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     limit_s = arguments.limit_s or (20.0 if session.quick else 300.0)
     wanted = arguments.only or (["diloco, wan", BARE, EDP] if session.quick else SHOWN)
     names = [DDP, *(name for name in SHOWN if name in wanted and name != DDP)]
+    if HIVEMIND in names and not usable({HIVEMIND: ("hivemind", None)}):
+        names.remove(HIVEMIND)
 
     # Over steps, without a limit.
-    methods = [name for name in names if name != EDP]
+    methods = [name for name in names if name not in OVER_LINKS]
     curves = dict(
         zip(methods, call_each(curve_of, [(name, size, steps) for name in methods], jobs=arguments.jobs), strict=True)
     )
@@ -99,8 +106,9 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         over_time = {
             name: [(step * statistics.median(paces[name]), at) for step, at in curve] for name, curve in curves.items()
         }
-        if EDP in names:
-            over_time[EDP] = edp_over(link, size=size, steps=steps, limit_s=limit_s, loss=loss)
+        for name, over in ((EDP, edp_over), (HIVEMIND, hivemind_over)):
+            if name in names:
+                over_time[name] = over(link, size=size, steps=steps, limit_s=limit_s, loss=loss)
         session.parameters["links"][link] = {"step_s": paces, "over_time": over_time}
         rows = [_row(name, link, paces, over_time, curves, loss) for name in over_time]
         show(session, f"{size} workers, {link}: time to a validation loss of {loss:.3f}", rows, COLUMNS)
@@ -179,9 +187,44 @@ def edp_over(link: str, *, size: int, steps: int, limit_s: float, loss: float) -
         run.watch(enough, within_s=3 * limit_s + 120.0)
     first = run.rows[0].time if run.rows else 0.0
     curve = [(row.time - first, row.val_loss) for row in run.rows[1:] if row.val_loss is not None]
-    last = f"loss {curve[-1][1]:.3f} after {curve[-1][0]:.0f} s" if curve else f"no loss within {limit_s:g} s"
-    print(f"  {EDP:<32}{last} at {link}", flush=True)
+    _tell_end(EDP, curve, link, limit_s)
     return curve
+
+
+def hivemind_over(link: str, *, size: int, steps: int, limit_s: float, loss: float) -> Curve:
+    """As it runs: seconds since its first step, without those for evaluating, and the validation loss."""
+    sets = {"training.seed": 42, "training.device": "cpu", "strategy.name": "allreduce"}
+    config = make_config(SHAPE, steps=steps, sets=sets)
+    order: dict[str, Any] = {
+        "lockstep": True,
+        "steps": steps,
+        "every": 1,
+        "val_every": POINTS_OF_HIVEMIND,
+        "val_samples": VAL_SAMPLES,
+        "codec": "fp16",
+        "average_state_every": NEVER,
+        "timeout_s": limit_s,
+    }
+    curve: Curve = []
+    with (
+        hosts(size, rate=link) as network,
+        hivemind_peers(config, size=size, network=network, **order) as program,
+    ):
+        first: float | None = None
+        for row in program.rows():
+            now = row["time"] - row.get("paused_s", 0.0)
+            first = now if first is None else first
+            if (at := row.get("val_loss_now")) is not None:
+                curve.append((now - first, at))
+            if now - first > limit_s or (at is not None and at <= loss):
+                break
+    _tell_end(HIVEMIND, curve, link, limit_s)
+    return curve
+
+
+def _tell_end(name: str, curve: Curve, link: str, limit_s: float) -> None:
+    last = f"loss {curve[-1][1]:.3f} after {curve[-1][0]:.0f} s" if curve else f"no loss within {limit_s:g} s"
+    print(f"  {name:<32}{last} at {link}", flush=True)
 
 
 def _draw(parameters: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.network import Network
 from benchmarks.processes import bytes_between, descendants, started
 from benchmarks.world import Message
 from smolcluster.config.schema import Config
@@ -68,15 +69,19 @@ class Program:
 
 
 @contextlib.contextmanager
-def hivemind_peers(config: Config, *, size: int, cores: Sequence[int | None] = (), **order: Any) -> Iterator[Program]:
-    """Peers of hivemind, one on each machine. `order`: see `peers/hivemind_peer.py`."""
+def hivemind_peers(
+    config: Config, *, size: int, cores: Sequence[int | None] = (), network: Network | None = None, **order: Any
+) -> Iterator[Program]:
+    """Peers of hivemind, one on each machine. `order`: see `peers/hivemind_peer.py`. With a network peer r is on host r."""
     with contextlib.ExitStack() as stack:
         peers: list[subprocess.Popen[bytes]] = []
         addresses: list[str] = []
         common = {"config": config.model_dump(mode="json"), "size": size, "matchmaking_s": MATCHMAKING_S, **order}
         for rank in range(size):
             words = {**common, "rank": rank, "addresses": addresses, "core": cores[rank] if cores else None}
-            peers.append(_start(stack, "benchmarks.peers.hivemind_peer", words))
+            words["host"] = "127.0.0.1" if network is None else network.address(rank)
+            with contextlib.nullcontext() if network is None else network.inside(rank):
+                peers.append(_start(stack, "benchmarks.peers.hivemind_peer", words))
             addresses += listen(peers[-1])["addresses"]
             answer(peers[-1])
         for peer in peers:

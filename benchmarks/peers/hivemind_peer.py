@@ -4,7 +4,8 @@ python -m benchmarks.peers.hivemind_peer '{"config": ..., "rank": 0, "size": 2, 
 
 An epoch, which is one step of all peers, ends when they have given a global batch together, whoever gave how much of it. With
 `lockstep` it ends when a peer has given its own batch: so everybody gives one to each epoch, as in DDP, instead of another
-one until it has heard of the others. Peer 0 tells a row every `every` epochs, then the validation loss.
+one until it has heard of the others. Peer 0 tells a row every `every` epochs, then the validation loss. Every `val_every`
+epochs its row has `val_loss_now`, over `val_samples`; `paused_s` are the seconds that took so far.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.peers.work import Row, Work, converse
 from smolcluster.config.schema import Config
 
 CODECS = {"fp32": NoCompression, "fp16": Float16Compression, "int8": Uniform8BitQuantization}
-TIMEOUT_S, FAR_S = 30.0, 1e6
+TIMEOUT_S, FAR_S = 30.0, 1e6  # of an average, unless the order has `timeout_s`
 
 
 class ClippedAdamW(torch.optim.AdamW):
@@ -60,6 +61,7 @@ def extract(codec: Quantization, tensor: Any) -> Tensor:
 
 def make_optimizer(work: Work, dht: hivemind.DHT, order: Row) -> hivemind.Optimizer:
     recipe, codec = work.recipe, CODECS[order.get("codec", "fp32")]
+    timeout_s = order.get("timeout_s", TIMEOUT_S)
     wait = {"request_timeout": 0.8 * order["matchmaking_s"]}  # less than matchmaking, as it asks for
     if "powersgd" in order:
         averager = functools.partial(PowerSGDGradientAverager, averager_rank=order["powersgd"], **wait)
@@ -83,8 +85,8 @@ def make_optimizer(work: Work, dht: hivemind.DHT, order: Row) -> hivemind.Optimi
         grad_averager_factory=averager,
         averager_opts=wait,
         matchmaking_time=order["matchmaking_s"],
-        next_chunk_timeout=TIMEOUT_S,  # as short as matchmaking, else: parts of a gradient would be left out
-        averaging_timeout=TIMEOUT_S,
+        next_chunk_timeout=timeout_s,  # as short as matchmaking, else: parts of a gradient would be left out
+        averaging_timeout=timeout_s,
     )
 
 
@@ -107,13 +109,14 @@ def main() -> None:
     if order.get("core") is not None:
         os.sched_setaffinity(0, {order["core"]})  # before there are any threads and daemons
     work = Work(Config.model_validate(order["config"]), rank=order["rank"], size=order["size"])
-    dht = hivemind.DHT(initial_peers=order["addresses"], start=True)
+    dht = hivemind.DHT(initial_peers=order["addresses"], host_maddrs=[f"/ip4/{order['host']}/tcp/0"], start=True)
     tell({"addresses": [str(address) for address in dht.get_visible_maddrs()]})
     optimizer = make_optimizer(work, dht, order)
     meet(optimizer, order)
     tell({"ready": True})  # and begin together: who waits too long for the others goes on alone
 
     losses: list[float] = []
+    paused_s = 0.0
     while (epoch := optimizer.local_epoch) < order["steps"]:
         losses.append(work.gradient())
         optimizer.step()
@@ -121,7 +124,13 @@ def main() -> None:
         now = optimizer.local_epoch
         if now != epoch:
             if order["rank"] == 0 and now % order["every"] == 0:
-                tell({"step": now, "loss": statistics.mean(losses), "samples": len(losses) * work.batch_size})
+                row = {"step": now, "loss": statistics.mean(losses), "samples": len(losses) * work.batch_size}
+                if now % order.get("val_every", order["steps"] + 1) == 0:
+                    started = time.monotonic()
+                    row["val_loss_now"] = work.validation_loss(samples=order["val_samples"])
+                    paused_s += time.monotonic() - started
+                    work.model.train()
+                tell(row | {"paused_s": paused_s})
             losses.clear()
     tell({"val_loss": work.validation_loss()})
 
