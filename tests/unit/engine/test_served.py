@@ -579,13 +579,15 @@ def test_edp_tells_no_changes_of_sgd_and_none_where_each_step_pulls(
 def test_a_worker_of_edp_is_ahead_of_the_server_by_its_steps_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across a pull; a change that is missing makes it pull."""
     worker: Any = adamw(Server(EDP, EDPOptions(), monkeypatch)).role.strategy
-    worker._ahead, worker._since_pull = {}, 0
+    worker._ahead, worker._lookahead, worker._since_pull = {}, {}, 0
     server = {name: p.detach().clone() for name, p in worker.trained.items()}
     ahead = dict[int, dict[str, torch.Tensor]]()
+    leads_to = 0.0
 
     def agrees() -> None:
         for name, p in worker.trained.items():
-            torch.testing.assert_close(p.detach(), server[name] + sum(step[name] for step in ahead.values()))
+            own = sum(step[name] for step in ahead.values())
+            torch.testing.assert_close(p.detach(), server[name] + leads_to + own)
 
     def steps(*pushes: int) -> None:
         for push in pushes:
@@ -600,13 +602,19 @@ def test_a_worker_of_edp_is_ahead_of_the_server_by_its_steps_that_do_not_count(m
     change = {name: torch.full_like(tensor, 0.5) for name, tensor in server.items()}
     worker.take_change(change, 1, counted=1, workers=4)
     server, ahead = {name: tensor + 0.5 for name, tensor in server.items()}, {2: ahead[2]}
+    leads_to = 2 * 0.9 * 0.5  # steps, momentum, the last change
     agrees()
-    worker.take_change(None, 3, counted=1, workers=4)
+    change = {name: torch.full_like(tensor, 0.25) for name, tensor in server.items()}
+    worker.take_change(change, 2, counted=1, workers=4)
+    server = {name: tensor + 0.25 for name, tensor in server.items()}
+    leads_to = 2 * 0.9 * 0.25  # in place of the one before
+    agrees()
+    worker.take_change(None, 4, counted=1, workers=4)
     agrees()
     assert worker._since_pull == worker.options.worker_update_interval
     steps(3)
     server = {name: torch.full_like(tensor, 2.0) for name, tensor in server.items()}
-    worker.take_weights(dict(server), 3)
+    worker.take_weights(dict(server), 4)
     agrees()
     for push in (4, 5, 6, 7):
         ahead = {k: v for k, v in ahead.items() if k > push - 4}  # the oldest step goes
@@ -615,9 +623,31 @@ def test_a_worker_of_edp_is_ahead_of_the_server_by_its_steps_that_do_not_count(m
         worker._step_ahead(push)
         ahead[push] = worker._ahead[push]
         agrees()
-    worker.take_change(change, 4, counted=7, workers=4)
-    server, ahead = {name: tensor + 0.5 for name, tensor in server.items()}, {}
+    worker.take_change(change, 5, counted=7, workers=4)
+    server, ahead = {name: tensor + 0.25 for name, tensor in server.items()}, {}
     agrees()
+    worker.take_change(change, 6, counted=7, workers=1)
+    server, leads_to = {name: tensor + 0.25 for name, tensor in server.items()}, 0.0  # alone
+    agrees()
+
+
+def test_a_step_ahead_is_the_part_of_a_gradient_in_the_next_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without momentum, which is in the server's changes; alone, it is the server's step."""
+    worker: Any = adamw(Server(EDP, EDPOptions(), monkeypatch)).role.strategy
+    worker._ahead, worker._lookahead, worker._since_pull = {}, {}, 0
+    (first, *others), gradients = worker.trained.values(), (1.0, 1.0, -1.0)
+    moves = []
+    for push, gradient in enumerate(gradients, start=1):
+        for p in (first, *others):
+            p.grad = torch.full_like(p, gradient)
+        before = first.detach().clone()
+        worker._step_ahead(push)
+        moves.append((first.detach() - before).mean().item())
+        worker._workers = 2
+    rate, momentum = 0.1, 0.9
+    assert moves[0] == pytest.approx(-rate, rel=0.05)
+    for step, (move, gradient) in enumerate(zip(moves[1:], gradients[1:], strict=True), start=2):
+        assert move == pytest.approx(-2 * rate * gradient * (1 - momentum) / (1 - momentum**step), rel=0.05)
 
 
 # Stragglers of syncps

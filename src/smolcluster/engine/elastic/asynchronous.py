@@ -134,7 +134,7 @@ class AsynchronousServer(ParameterServer):
                             step=step,
                             channel=channel,
                             epoch=member.epoch,
-                            codec="sign",
+                            codec="int4",
                             meta=meta if channel == len(payloads) - 1 else {},
                             payload=payload,
                         )

@@ -2,7 +2,7 @@
 
 PUSH     buckets of the encoded gradient of one step, then the buffers (running means)
 AVERAGE  synchronous: the mean of a step, which all workers apply in order, also those that contributed nothing;
-         asynchronous: the change of the server's weights in a step, one bit per number
+         asynchronous: the change of the server's weights in a step, in int4
 ACK      asynchronous: the push was taken or refused; synchronous: it was too late
 WEIGHTS  the server's weights, requested with PULL or sent every few steps
 WELCOME  join with the server's state: pushes in flight are discarded
@@ -21,7 +21,7 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import CodecError, Feedback, chosen_codec, make_codec
 from smolcluster.comm.codecs.feedback import under
-from smolcluster.comm.codecs.sign import Sign
+from smolcluster.comm.codecs.levels import Int4
 from smolcluster.comm.elastic.collectives.packed_tensors import PackedTensors
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.rounds import AtServer, Committed, Contribution, ServerRounds
@@ -47,7 +47,7 @@ class PackedModel:
         floats = {n: t.shape for n, t in weights.items() if t.is_floating_point()}
         self.dense_bytes = 4 * sum(map(math.prod, self.shapes.values()))
         self.gradients = PackedTensors(_layout(self.shapes), codec=self.codec, bucket_bytes=bucket_bytes)
-        self.changes = PackedTensors(_layout(self.shapes), codec=Sign(), bucket_bytes=bucket_bytes)
+        self.changes = PackedTensors(_layout(self.shapes), codec=Int4(), bucket_bytes=bucket_bytes)
         self.weights = PackedTensors(_layout(floats), codec=plain, bucket_bytes=bucket_bytes)
         self.buffers = PackedTensors(
             _layout(self.buffer_shapes), codec=plain, bucket_bytes=bucket_bytes

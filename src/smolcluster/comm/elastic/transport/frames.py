@@ -72,7 +72,6 @@ CODECS = (
     "powersgd",
     "int4",
     "blocktopk",
-    "sign",
 )  # numbers on the wire: append only
 
 WITH_PAYLOAD = frozenset({Kind.STATE, Kind.PUSH, Kind.AVERAGE, Kind.WEIGHTS, Kind.CHUNK, Kind.ROWS})
