@@ -41,7 +41,7 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
 
-    def sets(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         options = {f"strategy.{key}": value for key, value in self.options.items()}
         return {"strategy.name": self.strategy, "training.optimizer": self.optimizer, **options}
 
@@ -73,8 +73,8 @@ def training(
     name: str, shape: Shape, *, steps: int, size: int, seed: int = 42, network: Network | None = None
 ) -> World:
     """A world that trains with this method; `steps` are those of the learning rate's schedule."""
-    sets = {"training.seed": seed, "training.device": "cpu", **OURS.get(name, Method()).sets()}
-    config = make_config(shape, steps=steps, sets=sets)
+    overrides = {"training.seed": seed, "training.device": "cpu", **OURS.get(name, Method()).overrides()}
+    config = make_config(shape, steps=steps, overrides=overrides)
     spec = {"config": config.model_dump(mode="json"), "method": name}
     return World("benchmarks.methods", size=size, spec=spec, network=network)
 

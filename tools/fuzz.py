@@ -618,7 +618,7 @@ def plan(data: bytes) -> str:
     """A worker takes over the keys of the allow-list alone; what touches its files, network or code stays its owner's."""
     source = Source(data)
     given = OWNERS[source.byte() % len(OWNERS)]
-    own = resolve(load_config([], sets=dict(given))) if source.byte() & 1 else None
+    own = resolve(load_config([], overrides=dict(given))) if source.byte() & 1 else None
     try:
         said = frames.decode_meta(source.rest())
         served = {name: dict(SERVED[name]) | part for name, part in said.pop("with", {}).items()}

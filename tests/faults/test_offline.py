@@ -99,7 +99,7 @@ def relay() -> Iterator[Cuttable]:
     relay.close()
 
 
-def leave_and_return(run_dir: Path, relay: Cuttable, sets: dict[str, Any], *, until: str = "") -> ElasticWorld:
+def leave_and_return(run_dir: Path, relay: Cuttable, overrides: dict[str, Any], *, until: str = "") -> ElasticWorld:
     """The laptop is gone while the others commit three rounds, and until its log has this text."""
 
     def script(world: ElasticWorld) -> None:
@@ -116,7 +116,7 @@ def leave_and_return(run_dir: Path, relay: Cuttable, sets: dict[str, Any], *, un
         relay.heal()
         wait_for_counted(world, LAPTOP, after=time.time())
 
-    world = run(run_dir, WAIT_FOR_ALL | sets, script=script, via=relay.via)
+    world = run(run_dir, WAIT_FOR_ALL | overrides, script=script, via=relay.via)
     assert_sound(world, steps=STEPS)
     assert len(changes(lines_of(world), "left", LAPTOP)) >= 1
     assert world.summary["replicas_agree"] is True
@@ -130,8 +130,8 @@ def uncounted_steps(world: ElasticWorld) -> float:
 
 
 def test_what_it_computed_alone_is_merged(tmp_path: Path, relay: Cuttable) -> None:
-    sets = {"strategy.offline": True, "strategy.max_rounds_apart": 1000}
-    world = leave_and_return(tmp_path, relay, sets, until="training goes on alone")
+    overrides = {"strategy.offline": True, "strategy.max_rounds_apart": 1000}
+    world = leave_and_return(tmp_path, relay, overrides, until="training goes on alone")
     said = re.search(
         r"back after (\d+) steps alone; their (\d+) samples are in no epoch's count", log_of(world, LAPTOP)
     )
@@ -152,7 +152,9 @@ def test_without_the_option_it_waits(tmp_path: Path, relay: Cuttable) -> None:
 
 
 def test_what_is_too_old_is_dropped(tmp_path: Path, relay: Cuttable) -> None:
-    sets = {"strategy.offline": True, "strategy.max_rounds_apart": 1}
-    world = leave_and_return(tmp_path, relay, sets, until=f"{H} steps were taken alone: waiting for the coordinator")
+    overrides = {"strategy.offline": True, "strategy.max_rounds_apart": 1}
+    world = leave_and_return(
+        tmp_path, relay, overrides, until=f"{H} steps were taken alone: waiting for the coordinator"
+    )
     assert uncounted_steps(world) == pytest.approx(0.0, abs=1e-6)
     assert re.search(r"is dropped: it is \d+ rounds behind, strategy.max_rounds_apart is 1", log_of(world, LAPTOP))
