@@ -74,8 +74,6 @@ with (
     from smolcluster.comm.elastic.membership.mailbox import Mailbox, Payload
     from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage, Roster
     from smolcluster.comm.elastic.membership.server_link import ServerLink, Stopped
-    from smolcluster.comm.elastic.membership.view import View
-    from smolcluster.comm.elastic.membership.view import ViewMember as Seated
     from smolcluster.comm.elastic.transport import frames, payloads
     from smolcluster.comm.elastic.transport.api import Link
     from smolcluster.comm.elastic.transport.frames import FrameError
@@ -85,6 +83,7 @@ with (
     from smolcluster.comm.elastic.transport.parser import Parser
     from smolcluster.comm.elastic.transport.security import NoToken
     from smolcluster.comm.group import PeerLost
+    from smolcluster.comm.view import View, ViewMember
     from smolcluster.config import load_config, public_dict, resolve
     from smolcluster.config.names import known_keys
     from smolcluster.config.schema import Config
@@ -651,10 +650,10 @@ def peers(data: bytes) -> str:
     transports = [network.transport(_peer("worker", n)) for n in range(2)]
     both = [Peers(transport) for transport in transports]
     addresses = [peers.listen("here", 0) for peers in both]
-    seated = tuple(Seated(t.me.rank, t.me.instance, "h", a) for t, a in zip(transports, addresses, strict=True))
+    members = tuple(ViewMember(t.me.rank, t.me.instance, "h", a) for t, a in zip(transports, addresses, strict=True))
     stranger = _Party(network.transport(_peer("worker", 7)))
     stranger.transport.dial(addresses[0], stranger)
-    groups = [_formed(peers, View(epoch=5, step=0, members=seated), network) for peers in both]
+    groups = [_formed(peers, View(epoch=5, step=0, members=members), network) for peers in both]
     tensors = [torch.full((7,), float(n + 1)) for n in range(2)]
     works = [groups[0].all_reduce(tensors[0])]
     said: list[str] = []

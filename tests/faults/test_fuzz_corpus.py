@@ -15,7 +15,7 @@ import pytest
 import torch
 from tools import fuzz
 from tools.abuse import outside, serving, training
-from tools.fuzz import TARGETS, Kind, Message, Peers, Seated, Switchboard, View
+from tools.fuzz import TARGETS, Kind, Message, Peers, Switchboard, View, ViewMember
 
 from smolcluster.comm.elastic.membership import roster
 from smolcluster.comm.elastic.membership.roster import MAX_NAMES, RANK_JOINS, JoinLimit, MemberGone
@@ -84,7 +84,7 @@ def test_little_is_kept_for_one_that_is_no_member_and_nothing_after_it() -> None
     worker = network.transport(fuzz._peer("worker", 0))
     peers = Peers(worker)
     address = peers.listen("here", 0)
-    fuzz._formed(peers, View(5, 0, (Seated(0, worker.me.instance, "h", address),)), network)
+    fuzz._formed(peers, View(5, 0, (ViewMember(0, worker.me.instance, "h", address),)), network)
     stranger = fuzz._Party(network.transport(fuzz._peer("worker", 7)))
     stranger.transport.dial(address, stranger)
     network.advance(0.05)

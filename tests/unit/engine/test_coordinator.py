@@ -17,10 +17,10 @@ from torch import Tensor
 from smolcluster.comm.elastic.membership.mailbox import Mailbox
 from smolcluster.comm.elastic.membership.roster import JoinRefused, Member, Roster
 from smolcluster.comm.elastic.membership.server_link import Lease
-from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.handshake import Peer
 from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.comm.view import View
 from smolcluster.compute.optim import make_optimizer
 from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig

@@ -18,13 +18,13 @@ import torch
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.membership.server_link import Lease
 from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
-from smolcluster.compute.gate import TRIES
 from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.config.options import EDPOptions, SyncPSOptions
 from smolcluster.data.leases import Leases, Range
 from smolcluster.engine.elastic import parameter_server, synchronous
 from smolcluster.engine.elastic.asynchronous import AsynchronousServer
+from smolcluster.engine.elastic.gradient_gate import TRIES
 from smolcluster.engine.elastic.pushed_rounds import PushedRounds
 from smolcluster.engine.elastic.synchronous import SynchronousServer
 from smolcluster.engine.elastic.wal.journal import Journal

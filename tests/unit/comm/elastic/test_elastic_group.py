@@ -22,12 +22,12 @@ from smolcluster.comm.elastic.collectives.operations import FAR_AHEAD
 from smolcluster.comm.elastic.collectives.peers import Peers
 from smolcluster.comm.elastic.collectives.state_transfer import state_messages
 from smolcluster.comm.elastic.membership.proofs import PairKeys, proof, read_keys
-from smolcluster.comm.elastic.membership.view import View, ViewChanged, ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.elastic.transport.connection import TcpLink
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
 from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.comm.view import View, ViewChanged, ViewMember
 
 SECONDS = 120.0
 

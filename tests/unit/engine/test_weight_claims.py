@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from smolcluster.compute.claims import Claims
 from smolcluster.data.leases import Range
+from smolcluster.engine.elastic.weight_claims import Claims
 
 LEASE = [Range(0, 3), Range(10, 1)]
 
