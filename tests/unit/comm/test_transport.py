@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.places import eventually, free_port
+from tests.relay import Relay
 from tools.memory_transport import Switchboard
 from torch import Tensor
 
@@ -467,8 +468,8 @@ class TestTcp:
         """Inside a payload we ask to be woken late; a line that needs longer for it than silence may last still counts."""
         server, worker = world.transport("server"), world.transport(silence_s=1.0, beat_s=0.1)
         at_server, at_worker = Recorder(), Recorder()
-        with slow_line(server.listen(HERE, 0, at_server), bytes_per_s=40_000) as address:
-            worker.dial(address, at_worker)
+        with Relay(server.listen(HERE, 0, at_server), pace=drops(bytes_per_s=40_000)) as relay:
+            worker.dial(relay.address, at_worker)
             payload = torch.arange(20_000, dtype=torch.float32)
             at_server.link().send(Message(kind=Kind.WEIGHTS, payload=payload))
             at_worker.wait(lambda r: r.messages or r.ends)
@@ -729,11 +730,11 @@ class TestTokens:
         server = world.keep(TcpTransport(make_peer("server"), keyring=Keyring([token])))
         worker = world.keep(TcpTransport(make_peer(), keyring=Keyring([token]), uvloop=uvloop))
         at_server, at_worker = Recorder(), Recorder()
-        with first_damaged(server.listen(HERE, 0, at_server), byte=300) as address:
-            worker.dial(address, at_worker)
+        with Relay(server.listen(HERE, 0, at_server), change=first_damaged(byte=300)) as relay:
+            worker.dial(relay.address, at_worker)
             at_worker.wait(lambda r: r.links or r.refusals)
             assert at_worker.refusals == []
-            assert f"waiting for a peer at {address}: TLS failed: " in caplog.text
+            assert f"waiting for a peer at {relay.address}: TLS failed: " in caplog.text
             worker.close()
             server.close()
 
@@ -988,85 +989,27 @@ def hold(link: Link) -> Iterator[None]:
         release.set()
 
 
-@contextlib.contextmanager
-def slow_line(address: str, *, bytes_per_s: int) -> Iterator[str]:
-    """A relay to `address`. What comes back from there comes in drops, once the handshake is through."""
-    drop_bytes, first_bytes = 500, 8000
-    sockets: list[socket.socket] = []
+def drops(*, bytes_per_s: int) -> Callable[[int], int]:
+    """The pace of a slow line, once the handshake is through."""
 
-    def relay(source: socket.socket, target: socket.socket, *, slow: bool) -> None:
-        passed, due = 0, 0.0
-        with contextlib.suppress(OSError):
-            while data := source.recv(drop_bytes):
-                passed += len(data)
-                if slow and passed > first_bytes:
-                    due = (due or time.monotonic()) + len(data) / bytes_per_s
-                    time.sleep(max(0.0, due - time.monotonic()))  # this is the line
-                target.sendall(data)
+    def pace(passed: int) -> int:
+        if passed > 8000:
+            time.sleep(500 / bytes_per_s)  # this is the line
+        return 500
 
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            near, _ = listener.accept()
-            far = socket.create_connection(split_address(address), timeout=WAIT_S)
-            sockets.extend((near, far))
-            threads.append(threading.Thread(target=relay, args=(near, far), kwargs={"slow": False}))
-            threads[-1].start()
-            relay(far, near, slow=True)
-
-    with socket.create_server((HERE, 0)) as listener:
-        threads = [threading.Thread(target=serve)]
-        threads[0].start()
-        try:
-            yield join_address(*listener.getsockname())
-        finally:
-            for sock in sockets:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-            for thread in threads:
-                thread.join(WAIT_S)
-            for sock in sockets:
-                sock.close()
+    return pace
 
 
-@contextlib.contextmanager
-def first_damaged(address: str, *, byte: int) -> Iterator[str]:
-    """A relay to `address`. On the first connection one byte of what comes back is another."""
-    threads: list[threading.Thread] = []
-    ends: list[socket.socket] = []
+def first_damaged(*, byte: int) -> Callable[[int, int, bytes], bytes]:
+    """On the first connection one byte of what comes back is another."""
 
-    def relay(source: socket.socket, target: socket.socket, damage: bool) -> None:
-        passed = 0
-        with contextlib.suppress(OSError):
-            while data := bytearray(source.recv(4096)):
-                if damage and passed <= byte < passed + len(data):
-                    data[byte - passed] ^= 1
-                passed += len(data)
-                target.sendall(data)
-            target.shutdown(socket.SHUT_RDWR)
+    def change(number: int, passed: int, data: bytes) -> bytes:
+        damaged = bytearray(data)
+        if number == 0 and passed <= byte < passed + len(data):
+            damaged[byte - passed] ^= 1
+        return bytes(damaged)
 
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near = listener.accept()[0]
-                far = socket.create_connection(split_address(address), timeout=WAIT_S)
-                for pair in ((near, far, False), (far, near, not ends)):
-                    threads.append(threading.Thread(target=relay, args=pair))
-                    threads[-1].start()
-                ends.extend((near, far))
-
-    with socket.create_server((HERE, 0)) as listener:
-        threads.append(threading.Thread(target=serve))
-        threads[0].start()
-        try:
-            yield join_address(*listener.getsockname())
-        finally:
-            for sock in (listener, *ends):
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-            for thread in list(threads):
-                thread.join(WAIT_S)
-            for sock in ends:
-                sock.close()
+    return change
 
 
 def pause(transport: Transport, seconds: float) -> None:
