@@ -463,7 +463,7 @@ JOIN = {"layout": LAYOUT, "samples": SAMPLES, "batch_size": 8, "address": "h:1"}
 NUM_PARTIES = 8  # the first one is a member that does nothing wrong
 
 
-class _Office:
+class _RosterServer:
     """A server's roster and those who talk to it."""
 
     def __init__(self) -> None:
@@ -545,31 +545,31 @@ class _Office:
 
 def roster(data: bytes) -> str:
     """No exception, whoever says what; only members are heard, and one that does nothing wrong is not disturbed."""
-    source, office = Source(data), _Office()
+    source, server = Source(data), _RosterServer()
     for _ in range(40):
         if not source:
             break
         what = source.byte()
         number = 1 + (what >> 3) % (NUM_PARTIES - 1)
-        party, links = office.parties[number], office.parties[number].link
+        party, links = server.parties[number], server.parties[number].link
         match what & 7:
             case 0:
-                office.welcome()
+                server.welcome()
             case 1 if links is not None:
                 links.close("by itself")
-                office.listen()
-            case 2 if (member := office.members.get(party.transport.me.rank)) is not None and member.rank:
-                office.roster.evict(member, "no reason")
-                office.listen()
+                server.listen()
+            case 2 if (member := server.members.get(party.transport.me.rank)) is not None and member.rank:
+                server.roster.evict(member, "no reason")
+                server.listen()
             case 3:
-                office.say(number, Message(kind=Kind.JOIN, meta=JOIN | source.meta()))
+                server.say(number, Message(kind=Kind.JOIN, meta=JOIN | source.meta()))
             case _:
-                office.say(number, source.message())
-    before = len(office.heard)
-    office.say(0, Message(kind=Kind.DONE, step=8))
-    insist(office.heard[before:] == ["DONE"], "the honest member is not heard any more")
-    members, refused = len(office.roster.members), sum(office.roster.refused.values())
-    return f"{min(3, members)} members, {min(2, refused)} refused, heard {' '.join(sorted(set(office.heard))[:1])}"
+                server.say(number, source.message())
+    before = len(server.heard)
+    server.say(0, Message(kind=Kind.DONE, step=8))
+    insist(server.heard[before:] == ["DONE"], "the honest member is not heard any more")
+    members, refused = len(server.roster.members), sum(server.roster.refused.values())
+    return f"{min(3, members)} members, {min(2, refused)} refused, heard {' '.join(sorted(set(server.heard))[:1])}"
 
 
 def line(data: bytes) -> str:

@@ -65,7 +65,7 @@ class FakeLink:
 
 
 class Scripted(Coordinator):
-    """Lends four samples at a time, and keeps what it loads in the run."""
+    """Leases four samples at a time, and keeps what it loads in the run."""
 
     run: Run
 
@@ -596,7 +596,7 @@ def test_a_peer_that_is_refused_without_end_does_not_fill_the_log(caplog: pytest
 # A run over epochs: its last step moves
 
 
-def test_nobody_is_lent_a_step_twice_when_the_run_becomes_shorter_and_longer_again() -> None:
+def test_nobody_gets_a_lease_of_a_step_twice_when_the_run_becomes_shorter_and_longer_again() -> None:
     run = Run(whole=True)
     run.coordinator._rounds_ahead = 3
     run.join(0, 1)

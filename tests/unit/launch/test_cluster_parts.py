@@ -319,9 +319,9 @@ def test_the_users_files_go_along(tmp_path: Path) -> None:
     for name in ("tasks/mine.py", "tasks/parts/net.py", "tasks/notes.txt", "tasks/.secret.py", "book.txt"):
         (tmp_path / name).write_text("x = 1\n")
     config = load_config([], overrides={"task": f"{tmp_path / 'tasks/mine.py'}:Mine", "run.files": ["book.txt"]})
-    parcel = pack_user_files(config, tmp_path)
-    assert sorted(names(parcel.data)) == ["book.txt", "config.yaml", "tasks/mine.py", "tasks/parts/net.py"]
-    with tarfile.open(fileobj=io.BytesIO(parcel.data)) as archive:
+    packed = pack_user_files(config, tmp_path)
+    assert sorted(names(packed.data)) == ["book.txt", "config.yaml", "tasks/mine.py", "tasks/parts/net.py"]
+    with tarfile.open(fileobj=io.BytesIO(packed.data)) as archive:
         file = archive.extractfile("config.yaml")
         assert yaml.safe_load(file.read())["task"] == "tasks/mine.py:Mine"
     for wrong, said in ((["../x"], "is not below"), (["gone"], "no such file")):

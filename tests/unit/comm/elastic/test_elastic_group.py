@@ -434,9 +434,9 @@ def test_members_come_and_go_at_any_moment(world: World, seed: int) -> None:
         everywhere(groups, work)
     assert kills > 0
     for member in members:
-        wires = world.peers[member.instance]._links
-        eventually(lambda: wires._kept_bytes == 0)  # noqa: B023
-        eventually(lambda: all(o._queued_bytes == 0 and not o.waiting for o in wires._queues.values()))  # noqa: B023
+        links = world.peers[member.instance]._links
+        eventually(lambda: links._kept_bytes == 0)  # noqa: B023
+        eventually(lambda: all(o._queued_bytes == 0 and not o.waiting for o in links._queues.values()))  # noqa: B023
 
 
 def _links(world: World, one: ViewMember, other: ViewMember) -> list[Link]:
