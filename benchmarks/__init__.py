@@ -28,5 +28,13 @@ BENCHMARKS = {
     "p10": ("benchmarks.p10", "how long a checkpoint stops training, against torch.save and DCP"),
     "p12": ("benchmarks.p12", "bytes that each strategy moves in a step, against its formula"),
     "p13": ("benchmarks.p13", "start-up: `smolcluster --help`, and `train` to the first step on 2 workers"),
+    "p14": (
+        "benchmarks.p14",
+        "loss after equal samples: edp and diloco on 2, 4 and 8 workers, one slow, against single",
+    ),
+    "trends": (
+        "benchmarks.trends",
+        "loss of diloco at equal tokens over H, workers, lost contributions, bits and k, beside the papers' figures",
+    ),
     "watched": ("benchmarks.watched", "what the dashboard with 50 viewers, and logs pushed to Loki, cost training"),
 }

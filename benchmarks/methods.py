@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.dropped import Dropping, drop_contributions
 from benchmarks.network import Network
 from benchmarks.peers.bare_diloco import BareDiLoCo
 from benchmarks.peers.ddp import DDPTraining
@@ -70,12 +71,23 @@ METHODS = [*PEERS, BARE, *OURS]
 
 
 def training(
-    name: str, shape: Shape, *, steps: int, size: int, seed: int = 42, network: Network | None = None
+    name: str | Method,
+    shape: Shape,
+    *,
+    steps: int,
+    size: int,
+    seed: int = 42,
+    dropped: float = 0.0,
+    network: Network | None = None,
 ) -> World:
-    """A world that trains with this method; `steps` are those of the learning rate's schedule."""
-    overrides = {"training.seed": seed, "training.device": "cpu", **OURS.get(name, Method()).overrides()}
+    """A world that trains with this method; `steps` are those of the learning rate's schedule.
+
+    `dropped`: the share of contributions to rounds of `diloco` that does not arrive.
+    """
+    method, peer = (name, None) if isinstance(name, Method) else (OURS.get(name, Method()), name)
+    overrides = {"training.seed": seed, "training.device": "cpu", **method.overrides()}
     config = make_config(shape, steps=steps, overrides=overrides)
-    spec = {"config": config.model_dump(mode="json"), "method": name}
+    spec = {"config": config.model_dump(mode="json"), "method": peer, "dropped": dropped}
     return World("benchmarks.methods", size=size, spec=spec, network=network)
 
 
@@ -83,7 +95,7 @@ def steps_of(world: World, steps: int, *, val_samples: int | None = 0, last: boo
     """Take steps. `val_samples`: of the validation set, 0: none, None: all. `last`: end a round that is not full."""
     answers = world.ask({"steps": steps, "val_samples": val_samples, "last": last})
     total, first = (sum(int(answer[key]) for answer in answers) for key in ("sent", "before"))
-    if total == 0:
+    if total == 0 and world.size > 1:
         raise SmolclusterError("this kernel does not count the bytes of sockets (TCP_INFO of Linux is needed)")
     seconds = max(float(answer["seconds"]) for answer in answers)
     return {"bytes": total, "bytes_now": total - first, "seconds": seconds, "val_loss": answers[0]["val_loss"]}
@@ -92,9 +104,14 @@ def steps_of(world: World, steps: int, *, val_samples: int | None = 0, last: boo
 class Ours:
     """Our strategy, stepped as the engine does it."""
 
-    def __init__(self, work: Work, group: Group) -> None:
+    def __init__(self, work: Work, group: Group, *, dropped: float = 0.0) -> None:
         self._strategy = make_strategy(work.config, work.task, group=group, device=torch.device("cpu"))
         self._step = 0
+        self._dropping: Dropping | None = None
+        if dropped:
+            self._dropping = drop_contributions(
+                self._strategy, group, share=dropped, seed=work.config.training.seed or 0
+            )
 
     @property
     def model(self) -> nn.Module:
@@ -103,6 +120,8 @@ class Ours:
     def run(self, batches: list[Any]) -> None:
         for part in batches:
             self._step += 1
+            if self._dropping is not None:
+                self._dropping.before_step()
             self._strategy.step(Batch(parts=[part], samples=len(part[0]), tokens=part[0].numel(), step=self._step))
 
     def finish(self) -> None:
@@ -117,7 +136,7 @@ def setup(spec: Message, group: Group) -> Callable[[Message], Message]:
     if name in PEERS:
         method = DDPTraining(work.model, work.recipe, gradient_as_bucket_view=True, **PEERS[name])
     else:
-        method = BareDiLoCo(work.model, work.recipe) if name == BARE else Ours(work, group)
+        method = BareDiLoCo(work.model, work.recipe) if name == BARE else Ours(work, group, dropped=spec["dropped"])
 
     def handle(message: Message) -> Message:
         group.barrier()

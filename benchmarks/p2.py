@@ -29,17 +29,16 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import multiprocessing
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic import ElasticRun, elastic_config, show
 from benchmarks.harness import Session
+from benchmarks.jobs import call_each
 from benchmarks.methods import BARE, DDP, METHODS, OF_BYTES, OURS, steps_of, training
 from benchmarks.network import hosts
 from benchmarks.picture import draw
@@ -83,7 +82,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     # Over steps, without a limit.
     methods = [name for name in names if name != EDP]
     curves = dict(
-        zip(methods, _measured(curve_of, [(name, size, steps) for name in methods], arguments.jobs), strict=True)
+        zip(methods, call_each(curve_of, [(name, size, steps) for name in methods], jobs=arguments.jobs), strict=True)
     )
     loss = arguments.loss or curves[DDP][len(curves[DDP]) * 4 // 5 - 1][1]
     session.name = f"p2-{size}"
@@ -99,7 +98,9 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     # Over the links.
     repeats = session.repeats
     orders = [(name, size, link, steps, repeats) for link in links for name in methods]
-    measured = dict(zip(itertools.product(links, methods), _measured(paces_of, orders, arguments.jobs), strict=True))
+    measured = dict(
+        zip(itertools.product(links, methods), call_each(paces_of, orders, jobs=arguments.jobs), strict=True)
+    )
     for link in links:
         paces = {name: measured[link, name] for name in methods}
         over_time = {
@@ -143,13 +144,6 @@ def first_at(curve: Curve, loss: float) -> float | None:
             return x if before is None else before[0] + (x - before[0]) * (before[1] - loss) / (before[1] - y)
         before = x, y
     return None
-
-
-def _measured(measure: Callable[..., Any], orders: Sequence[tuple[Any, ...]], jobs: int) -> list[Any]:
-    if jobs == 1:
-        return [measure(*order) for order in orders]
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return [future.result() for future in [pool.submit(measure, *order) for order in orders]]
 
 
 def curve_of(name: str, size: int, steps: int) -> Curve:

@@ -19,6 +19,8 @@ What Ray's processes say to each other on one machine does not count.
 
 How: one run of each setting with the first seed; then the one with the fewest bytes that is good enough is run with the other
 seeds, beside the run it is held to, and counts if the median of its differences is good enough too; else the next one is tried.
+Every process computes in one thread. With `--jobs` J, J runs are under way at once, of 2 workers each, or 2 and a server; named
+peers run alone. `--only diloco DDP allreduce bare` leaves out the parameter servers.
 
 Targets: 400 times fewer bytes than DDP at a loss within 0.01 of the synchronous run of the same optimizer (with Muon inside:
 `allreduce` with Muon); 2,000 times fewer at a loss not above that of DDP with AdamW, whatever runs inside.
@@ -33,13 +35,14 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic import ElasticRun, elastic_config, show
 from benchmarks.harness import Session
+from benchmarks.jobs import call_each
 from benchmarks.methods import BARE, DDP, METHODS, MUON_PEER, OURS, steps_of, training
 from benchmarks.programs import hivemind_peers, ray_server, usable
 from benchmarks.workload import Shape, make_config
@@ -47,7 +50,7 @@ from benchmarks.world import Message
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
 
-EXAMPLE = "python -m benchmarks p3 --peers --steps 100"
+EXAMPLE = "python -m benchmarks p3 --jobs 8 --only diloco DDP allreduce bare"
 SHAPE = Shape("0.8m", 128, 4, 4, 64, 8)
 WORKERS, SEED = 2, 42
 WITHIN, NOT_ABOVE = "within", "not_above"
@@ -113,37 +116,37 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, help="of a run (default: 300; quick: 6)")
+    parser.add_argument("--steps", type=int, help="of a run (default: 990; quick: 6)")
     parser.add_argument(
         "--only", nargs="+", metavar="WORD", help="settings with one of these in their names (default: all)"
     )
     parser.add_argument(
         "--peers", action="store_true", help="named peers, DDP and a few of ours; kept as p3-peers.json"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
 
 
 def run(session: Session, arguments: argparse.Namespace) -> None:
-    steps = arguments.steps or (6 if session.quick else 300)
+    steps = arguments.steps or (6 if session.quick else 990)
     settings, methods, named = _chosen(session, arguments)
     tokens = steps * WORKERS * SHAPE.batch_size * SHAPE.max_seq_len
     session.parameters = {**SHAPE.overrides(), "workers": WORKERS, "steps": steps, "tokens": tokens, "goals": GOALS}
 
     # Everything once.
-    done: dict[tuple[str, int], Message] = {}
-    rows = [{**_row(DDP, steps, SEED, done), WITHIN: "peer", NOT_ABOVE: "peer"}]
+    runs = Runs(steps, jobs=arguments.jobs)
+    names = [*methods, *(setting.name for setting in settings)]
+    runs.complete(DDP, *names, seeds=[SEED])
+    rows = [{**runs.row(DDP, SEED), WITHIN: "peer", NOT_ABOVE: "peer"}]
     for name in named:
-        rows.append({**_against(done[DDP, SEED], train_named(name, steps, seed=SEED)), "setting": name, WITHIN: "peer"})
-        _tell(rows[-1])
-    for name in [*methods, *(setting.name for setting in settings)]:
-        rows.append(_row(name, steps, SEED, done))
-        _tell(rows[-1])
+        peer = _told(name, train_named(name, steps, seed=SEED))
+        rows.append({**_against(runs.done[DDP, SEED], peer), "setting": name, WITHIN: "peer"})
+    rows += [runs.row(name, SEED) for name in names]
     _check_same_work(rows)
     show(session, f"{steps} steps, {tokens:,} tokens, {WORKERS} workers", rows, COLUMNS)
     if arguments.peers:
         session.name = "p3-peers"
         return
-    for goal in GOALS:
-        _confirm_best(session, goal, rows, steps, done)
+    _confirm_best(session, rows, runs)
 
 
 def _chosen(session: Session, arguments: argparse.Namespace) -> tuple[list[Setting], list[str], list[str]]:
@@ -170,50 +173,70 @@ def _chosen(session: Session, arguments: argparse.Namespace) -> tuple[list[Setti
     return settings, methods, usable(named)
 
 
-def _row(name: str, steps: int, seed: int, done: dict[tuple[str, int], Message]) -> dict[str, Any]:
-    """A run of it and of what it is held to, unless they are done."""
-    same = MUON_PEER if name in OURS and OURS[name].optimizer != "adamw" else DDP
-    for wanted in (DDP, same, name):
-        if (wanted, seed) not in done:
-            done[wanted, seed] = _train(wanted, steps, seed=seed)
-    row = {**_against(done[DDP, seed], done[name, seed]), "setting": name}
-    row["to_same"] = row["val_loss"] - done[same, seed]["val_loss"]
-    row[WITHIN] = "yes" if row["to_same"] <= GOALS[WITHIN][1] else "no"
-    row[NOT_ABOVE] = "yes" if row["difference"] <= GOALS[NOT_ABOVE][1] else "no"
-    return row
+class Runs:
+    """Runs of settings with seeds, each made once."""
+
+    def __init__(self, steps: int, *, jobs: int = 1) -> None:
+        self.steps, self._jobs = steps, jobs
+        self.done: dict[tuple[str, int], Message] = {}
+
+    def complete(self, *names: str, seeds: Iterable[int]) -> None:
+        """Make those that are missing, of these settings and of what they are held to, at once."""
+        wanted = dict.fromkeys((each, seed) for seed in seeds for name in names for each in (DDP, _same(name), name))
+        missing = [each for each in wanted if each not in self.done]
+        made = call_each(_train, [(name, self.steps, seed) for name, seed in missing], jobs=self._jobs)
+        self.done.update(zip(missing, made, strict=True))
+
+    def row(self, name: str, seed: int) -> dict[str, Any]:
+        peer, same, ours = (self.done[each, seed] for each in (DDP, _same(name), name))
+        row = {**_against(peer, ours), "setting": name, "to_same": ours["val_loss"] - same["val_loss"]}
+        row[WITHIN] = "yes" if row["to_same"] <= GOALS[WITHIN][1] else "no"
+        row[NOT_ABOVE] = "yes" if row["difference"] <= GOALS[NOT_ABOVE][1] else "no"
+        return row
 
 
-def _train(name: str, steps: int, *, seed: int) -> Message:
+def _same(name: str) -> str:
+    """Return the synchronous run of the same optimizer."""
+    return MUON_PEER if name in OURS and OURS[name].optimizer != "adamw" else DDP
+
+
+def _train(name: str, steps: int, seed: int) -> Message:
     if name in METHODS:
-        return train_method(name, steps, seed=seed)
-    return train_ours(next(s for s in SETTINGS if s.name == name), steps, seed=seed)
+        return _told(name, train_method(name, steps, seed=seed))
+    return _told(name, train_ours(next(s for s in SETTINGS if s.name == name), steps, seed=seed))
 
 
-def _confirm_best(
-    session: Session, goal: str, rows: list[dict[str, Any]], steps: int, done: dict[tuple[str, int], Message]
-) -> None:
-    """The best that holds for other seeds as well."""
-    confirmed: list[dict[str, Any]] = []
-    for row in sorted((row for row in rows if row.get(goal) == "yes"), key=lambda row: float(row["bytes"])):
-        confirmed.append(_confirm(session, goal, str(row["setting"]), steps, done))
-        if confirmed[-1]["holds"] == "yes":
-            break
-    if confirmed:
-        title = f"the fewest bytes, {goal}, with other seeds ({session.repeats} in all)"
-        show(
-            session,
-            title,
-            confirmed,
-            ["setting", "fewer_bytes", "fewer_per_step", "higher", "target", "verdict", "holds"],
-        )
-    else:
-        print(f"no setting is {goal}\n")
+def _told(name: str, done: Message) -> Message:
+    print(f"  {name:<32}{done['megabytes']:10.2f} MB, loss {done['val_loss']:.4f}, {done['seconds']:.0f} s", flush=True)
+    return done
 
 
-def _confirm(
-    session: Session, goal: str, name: str, steps: int, done: dict[tuple[str, int], Message]
-) -> dict[str, Any]:
-    samples = [_row(name, steps, seed, done) for seed in range(SEED, SEED + session.repeats)]
+def _confirm_best(session: Session, rows: list[dict[str, Any]], runs: Runs) -> None:
+    """For each goal, find the setting with the fewest bytes that holds with other seeds. Try one of each goal at a time."""
+    by_bytes = sorted(rows, key=lambda row: float(row["bytes"]))
+    left = {goal: [str(row["setting"]) for row in by_bytes if row.get(goal) == "yes"] for goal in GOALS}
+    confirmed: dict[str, list[dict[str, Any]]] = {goal: [] for goal in GOALS}
+    while trying := [goal for goal in GOALS if left[goal]]:
+        runs.complete(*(left[goal][0] for goal in trying), seeds=_seeds(session))
+        for goal in trying:
+            confirmed[goal].append(_confirm(session, goal, left[goal].pop(0), runs))
+            if confirmed[goal][-1]["holds"] == "yes":
+                left[goal].clear()
+    columns = ["setting", "fewer_bytes", "fewer_per_step", "higher", "target", "verdict", "holds"]
+    for goal in GOALS:
+        if confirmed[goal]:
+            title = f"the fewest bytes, {goal}, with other seeds ({session.repeats} in all)"
+            show(session, title, confirmed[goal], columns)
+        else:
+            print(f"no setting is {goal}\n")
+
+
+def _seeds(session: Session) -> range:
+    return range(SEED, SEED + session.repeats)
+
+
+def _confirm(session: Session, goal: str, name: str, runs: Runs) -> dict[str, Any]:
+    samples = [runs.row(name, seed) for seed in _seeds(session)]
     (target, allowed), column = GOALS[goal], "to_same" if goal == WITHIN else "difference"
     higher, fewer, per_step = (
         statistics.median(float(sample[key]) for sample in samples) for key in (column, "fewer_bytes", "fewer_per_step")
@@ -237,11 +260,6 @@ def _against(peer: Message, ours: Message) -> dict[str, Any]:
         "fewer_per_step": peer["bytes_per_step"] / ours["bytes_per_step"],
         "difference": ours["val_loss"] - peer["val_loss"],
     }
-
-
-def _tell(row: Mapping[str, Any]) -> None:
-    figures = f"{row['fewer_bytes']:8.1f} x fewer bytes, loss {row['difference']:+.4f}, {row['seconds']:.0f} s"
-    print(f"  {row['setting']:<32}{figures}", flush=True)
 
 
 def _check_same_work(rows: list[dict[str, Any]]) -> None:

@@ -39,9 +39,10 @@ class World:
         try:
             for rank in range(size):
                 self._tell(rank, {**spec, "rank": rank, "world_size": size, "master_addr": address})
-            port = self._answer(0)["port"]
-            for rank in range(1, size):
-                self._tell(rank, {"port": port})
+            if size > 1:
+                port = self._answer(0)["port"]
+                for rank in range(1, size):
+                    self._tell(rank, {"port": port})
             self.ready = [self._answer(rank) for rank in range(size)]
         except BaseException:
             self.close()

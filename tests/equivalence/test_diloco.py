@@ -25,6 +25,7 @@ from smolcluster.data.leases import Range, indices
 from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 from smolcluster.errors import UserError
+from smolcluster.observe.events import Notice
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.strategies.base import State
 from smolcluster.strategies.diloco import DiLoCo
@@ -371,7 +372,7 @@ def test_resuming_with_other_fragments_is_refused(fragments: int) -> None:
 
 @pytest.mark.parametrize("plane", ["mesh", "elastic"])
 def test_a_run_with_other_fragments_does_not_continue(tmp_path: Path, plane: str) -> None:
-    """Nothing is trained, and the checkpoint is good for a run that fits it."""
+    """Nothing is trained, and the checkpoint is good for a run that fits it: that says what else is another."""
     overrides = STREAMS | {"training.checkpoint_steps": 6, "training.steps": 8}
     saved = train(plane, tmp_path / "whole", overrides).run_dir / "checkpoints" / "step-00000006"
     ends: dict[str, Any] = (
@@ -385,7 +386,11 @@ def test_a_run_with_other_fragments_does_not_continue(tmp_path: Path, plane: str
         assert again.server.failed is not None
         assert said in again.server.failed.message
     assert not (again.run_dir / "checkpoints").exists() or not list((again.run_dir / "checkpoints").iterdir())
-    assert train(plane, tmp_path / "fits", overrides, resume=saved).summary["status"] == "finished"
+    fits = train(plane, tmp_path / "fits", overrides | {"strategy.codec": "int8"}, resume=saved)
+    assert fits.summary["status"] == "finished"
+    leads = fits.ranks[0] if isinstance(fits, World) else fits.server
+    said = "resumed at step 6; not as in the checkpoint: strategy.codec 'int8' (was not set)"
+    assert said in [e.message for e in leads.events if isinstance(e, Notice)]
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "blocktopk"])

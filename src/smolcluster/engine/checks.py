@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smolcluster.config import public_dict
 from smolcluster.config.options import Options, RoundOptions
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError, UserError
@@ -87,19 +88,43 @@ def check_same_config(
     first_is: str = "rank 0",
 ) -> None:
     """Raise UserError for the first key in which ranks started by hand differ. `own` keys and sections may differ."""
+    for name, theirs, ours in differences(first, mine, own=own):
+        raise UserError(f"{name} is {ours} on rank {rank} and {theirs} on {first_is}; start all ranks alike")
 
-    def compare(first: dict[str, Any], mine: dict[str, Any], path: str) -> None:
-        for key, value in first.items():
-            name = f"{path}{key}"
-            if name in own:
-                continue
-            if isinstance(value, dict) and isinstance(mine.get(key), dict):
-                compare(value, mine[key], f"{name}.")
-            elif value != mine.get(key):
-                ours, theirs = ("not set" if each is None else f"{each!r:.200}" for each in (mine.get(key), value))
-                raise UserError(f"{name} is {ours} on rank {rank} and {theirs} on {first_is}; start all ranks alike")
 
-    compare(first, mine, "")
+def differences(
+    first: Mapping[str, Any], second: Mapping[str, Any], *, own: Collection[str] = (), path: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the name and both values, as text, of each key of `first` that is another in `second`."""
+    for key, value in first.items():
+        name, other = f"{path}{key}", second.get(key)
+        if name in own:
+            continue
+        if isinstance(value, dict) and isinstance(other, dict):
+            yield from differences(value, other, own=own, path=f"{name}.")
+        elif value != other:
+            one, two = ("not set" if each is None else f"{each!r:.200}" for each in (value, other))
+            yield name, one, two
+
+
+def describe_resume(step: int, *, info: Mapping[str, Any], config: Config, dropped_rows: int) -> str:
+    """Return the line of a resumed run: where it goes on, and the settings that are not those of its checkpoint.
+
+    `info`: of the checkpoint; one that an older version wrote has no settings.
+    """
+    extra = f"; {dropped_rows} rows logged after it are dropped" if dropped_rows else ""
+    saved, now = info.get("settings", {}), settings_of(config)
+    if saved.get("strategy", {}).get("name") != now["strategy"]["name"]:  # the options of two strategies are not alike
+        saved = saved and {**saved, "strategy": {"name": saved["strategy"]["name"]}}
+    if changes := [f"{name} {value} (was {was})" for name, was, value in differences(saved, now)]:
+        extra += f"; not as in the checkpoint: {', '.join(changes)}"
+    return f"resumed at step {step}{extra}"
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return the settings that decide what a step does, for a checkpoint."""
+    public = public_dict(config)
+    return {section: public[section] for section in ("training", "strategy")}
 
 
 def identify_task(spec: str | None, *, name: str) -> dict[str, str | None]:

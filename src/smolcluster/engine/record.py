@@ -20,6 +20,7 @@ from smolcluster.engine.best import Best
 from smolcluster.engine.checkpoint.async_saver import Saver
 from smolcluster.engine.checkpoint.snapshot import Snapshot
 from smolcluster.engine.checkpoint.tokenizer_files import tokenizer_info
+from smolcluster.engine.checks import settings_of
 from smolcluster.engine.step_clock import StepClock
 from smolcluster.observe.events import StepLogged
 from smolcluster.observe.machine import MachineFacts
@@ -53,6 +54,7 @@ class RunRecord:
             "strategy": context.config.strategy.name,
             "world_size": world_size,
             "torch": torch.__version__,
+            "settings": settings_of(context.config),
             **tokenizer_info(task),
         }
 

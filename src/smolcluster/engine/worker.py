@@ -45,6 +45,7 @@ from smolcluster.engine.checks import (
     check_finite,
     check_same_config,
     check_same_task,
+    describe_resume,
     identify_task,
 )
 from smolcluster.engine.identity import must_agree
@@ -368,8 +369,8 @@ class Worker(Role):
             dropped = truncate_metrics(self.run_dir.metrics, after_step=head["step"])
             if self.saver is not None:
                 self.store.set_aside_after(head["step"])
-            extra = f"; {dropped} rows logged after it are dropped" if dropped else ""
-            self.observer.emit(Notice(level="INFO", message=f"resumed at step {head['step']}{extra}", rank=0))
+            text = describe_resume(head["step"], info=head["info"], config=self.config, dropped_rows=dropped)
+            self.observer.emit(Notice(level="INFO", message=text, rank=0))
         for tensors in (found.weights, found.optimizer, found.extra):
             if isinstance(tensors, StoredTensors):
                 tensors.close()

@@ -124,6 +124,10 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
                 f"ranks see sites of {seen} ranks; start the same number on each machine, or set inner_size"
             )
         world = context.group.size
+        if size == world and rank == 0:
+            context.warn(
+                f"all {world} workers are one site: nothing is exchanged between sites; set strategy.inner_size for more sites"
+            )
         self._site = _of_these([list(range(at, at + size)) for at in range(0, world, size)], context.group)
         line = _of_these([list(range(at, world, size)) for at in range(size)], context.group)
         counts = [context.samples_per_step[at : at + size] for at in range(0, world, size)]

@@ -337,7 +337,7 @@ def test_resume_latest_replaces_later_rows(smol: Smol, base: Run, tmp_path: Path
     shutil.rmtree(run_dir / "checkpoints" / "step-00000008")
     (run_dir / "summary.json").unlink()
     ended = smol.run("train", "--resume", "latest", cwd=tmp_path).ok()
-    assert "resumed at step 4; 8 rows logged after it are dropped" in ended.out
+    assert "resumed at step 4; 8 rows logged after it are dropped\n" in ended.out
 
     def losses(path: Path) -> list[tuple[int, int, float, float, int]]:
         return sorted((row["step"], row["rank"], row["loss"], row["lr"], row["samples"]) for row in read_rows(path))
@@ -351,7 +351,8 @@ def test_resume_elsewhere_with_another_number_of_workers(smol: Smol, base: Run) 
     """From a checkpoint into a new directory. One worker with the whole batch reads what two would have read."""
     before = {path: path.stat().st_mtime_ns for path in base.path.rglob("*")}
     alone = ("--workers", "1", "--batch-size", "8", "--run-dir", "elsewhere")
-    smol.run("train", "--resume", "runs/base/checkpoints/step-00000004", *alone, cwd=base.folder).ok()
+    ended = smol.run("train", "--resume", "runs/base/checkpoints/step-00000004", *alone, cwd=base.folder).ok()
+    assert "resumed at step 4; not as in the checkpoint: training.batch_size 8 (was 4)\n" in ended.out
     run_dir = base.folder / "elsewhere"
     assert {path: path.stat().st_mtime_ns for path in base.path.rglob("*")} == before
 

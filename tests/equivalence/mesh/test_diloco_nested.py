@@ -14,6 +14,7 @@ from torch import Tensor
 from smolcluster.config import load_config, resolve
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.observe.events import Notice
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.planner.dry_run import describe_memory
 from smolcluster.planner.forecast import Workload
@@ -46,6 +47,12 @@ def test_one_site_with_an_outer_step_of_one_is_fsdp(tmp_path: Path) -> None:
     still = {"strategy.inner_steps": 1, "strategy.outer_lr": 1.0, "strategy.outer_momentum": 0.0}
     site = train(2, tmp_path / "site", NESTED | still)
     assert_close(weights(site, STEPS), weights(train(2, tmp_path / "fsdp", {}, strategy="fsdp"), STEPS))
+
+
+def test_one_site_alone_says_so(tmp_path: Path) -> None:
+    site = train(2, tmp_path / "site", NESTED | {"training.steps": 1})
+    said = [event.message for rank in site.ranks for event in rank.events if isinstance(event, Notice)]
+    assert sum(text.startswith("all 2 workers are one site: nothing is exchanged") for text in said) == 1
 
 
 @pytest.mark.usual(when=lambda options: "strategy.preset" in options)

@@ -30,7 +30,7 @@ from smolcluster.data.leases import Leases, Range, indices
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine.checkpoint.snapshot import Snapshot, check_compatible, check_whole, state_for
 from smolcluster.engine.checkpoint.tokenizer_files import check_tokenizer
-from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite
+from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite, describe_resume
 from smolcluster.engine.elastic import history
 from smolcluster.engine.elastic.admission import Admission, RowQuota, layout_of
 from smolcluster.engine.elastic.adopted_config import MAX_STEPS
@@ -326,8 +326,8 @@ class Server(Role):
         dropped = truncate_metrics(self.run_dir.metrics, after_step=snapshot.step)
         if self.saver is not None:
             self.store.set_aside_after(snapshot.step)
-        extra = f"; {dropped} rows logged after it are dropped" if dropped else ""
-        self.observer.emit(Notice(level="INFO", message=f"resumed at step {snapshot.step}{extra}"))
+        text = describe_resume(snapshot.step, info=snapshot.info, config=self.config, dropped_rows=dropped)
+        self.observer.emit(Notice(level="INFO", message=text))
 
     def _snapshot_journal(self, *, wait: bool = False) -> None:
         state = self.strategy.state()
