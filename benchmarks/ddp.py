@@ -70,8 +70,8 @@ def _compare(session: Session, shape: Shape, *, size: int, link: str, network: N
     block, rounds, warmup = (2, 2, 1) if session.quick else LENGTHS[shape.name, network is not None]
     steps = block * (warmup + session.repeats * rounds)
     with tempfile.TemporaryDirectory() as cache:
-        sets = {"training.device": "cpu", "strategy.name": "allreduce", "data.cache_dir": cache}
-        config = make_config(shape, steps=steps, sets=sets)
+        overrides = {"training.device": "cpu", "strategy.name": "allreduce", "data.cache_dir": cache}
+        config = make_config(shape, steps=steps, overrides=overrides)
         spec = {"config": config.model_dump(mode="json"), "block": block, "variants": VARIANTS}
         with World("benchmarks.ddp_rank", size=size, spec=spec, network=network) as world:
             losses: dict[str, list[float]] = {}
@@ -81,7 +81,7 @@ def _compare(session: Session, shape: Shape, *, size: int, link: str, network: N
                     variants=[_variant(str(v["name"]), _block(world, str(v["name"]), block, losses)) for v in VARIANTS],
                     rounds=rounds,
                     warmup=warmup,
-                    parameters={**shape.sets(), "workers": size, "link": link, "steps_per_block": block},
+                    parameters={**shape.overrides(), "workers": size, "link": link, "steps_per_block": block},
                 )
             )
         _check_same_work(losses)

@@ -36,7 +36,7 @@ from smolcluster.strategies.registry import find_strategy, read_options
 Who = int | Literal["server"]
 
 
-def elastic_config(shape: Shape, *, workers: int, steps: int, strategy: str, sets: Mapping[str, Any]) -> Config:
+def elastic_config(shape: Shape, *, workers: int, steps: int, strategy: str, overrides: Mapping[str, Any]) -> Config:
     """Of a run on the CPU that logs little and saves nothing."""
     common = {
         "strategy.name": strategy,
@@ -46,7 +46,7 @@ def elastic_config(shape: Shape, *, workers: int, steps: int, strategy: str, set
         "training.eval_steps": 0,
         "logging.log_interval": 10,
     }
-    return make_config(shape, steps=steps, sets={**common, **sets})
+    return make_config(shape, steps=steps, overrides={**common, **overrides})
 
 
 def options_of(config: Config) -> tuple[type[Strategy[Options]], Options]:

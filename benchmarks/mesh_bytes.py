@@ -42,7 +42,7 @@ class MeshCase:
     axes: Axes
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def sets(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         return {f"strategy.{key}": value for key, value in self.options.items()}
 
 
@@ -165,7 +165,7 @@ def measure(case: MeshCase, shape: Shape, *, steps: int) -> dict[str, Any]:
                 workers=case.workers,
                 steps=steps,
                 run_dir=run,
-                overrides={**settings(shape), **case.sets()},
+                overrides={**settings(shape), **case.overrides()},
                 sinks=[],
             )
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -174,7 +174,7 @@ def measure(case: MeshCase, shape: Shape, *, steps: int) -> dict[str, Any]:
 
 def settings(shape: Shape) -> dict[str, Any]:
     return {
-        **shape.sets(),
+        **shape.overrides(),
         "training.device": "cpu",
         "training.eval_steps": 0,
         "training.checkpoint_steps": 0,

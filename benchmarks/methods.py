@@ -42,7 +42,7 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
 
-    def sets(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         options = {f"strategy.{key}": value for key, value in self.options.items()}
         return {"strategy.name": self.strategy, "training.optimizer": self.optimizer, **options}
 
@@ -85,8 +85,8 @@ def training(
     `dropped`: the share of contributions to rounds of `diloco` that does not arrive.
     """
     method, peer = (name, None) if isinstance(name, Method) else (OURS.get(name, Method()), name)
-    sets = {"training.seed": seed, "training.device": "cpu", **method.sets()}
-    config = make_config(shape, steps=steps, sets=sets)
+    overrides = {"training.seed": seed, "training.device": "cpu", **method.overrides()}
+    config = make_config(shape, steps=steps, overrides=overrides)
     spec = {"config": config.model_dump(mode="json"), "method": peer, "dropped": dropped}
     return World("benchmarks.methods", size=size, spec=spec, network=network)
 

@@ -27,11 +27,11 @@ from benchmarks.harness import Comparison, Measured, Session, Target, Variant
 from benchmarks.network import RATES, Network, hosts, measured_rate
 from benchmarks.world import Message, World, serve
 from smolcluster.comm.elastic.collectives.peers import Peers
-from smolcluster.comm.elastic.membership.view import View, ViewMember
 from smolcluster.comm.elastic.transport.api import Peer
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.comm.group import Group, gather_json
+from smolcluster.comm.view import View, ViewMember
 from smolcluster.errors import SmolclusterError
 
 EXAMPLE = "python -m benchmarks p1 --link 1gbit --workers 4 --megabytes 40"

@@ -62,7 +62,7 @@ class Case:
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def sets(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         return {f"strategy.{key}": value for key, value in self.options.items()}
 
 
@@ -104,7 +104,7 @@ def run_elastic(session: Session, arguments: argparse.Namespace) -> None:
     cases = [case for case in CASES if arguments.only in (None, case.strategy)]
     if session.quick:
         cases = [case for case in cases if case.options.get("codec") in (None, "fp32", "powersgd")]
-    session.parameters["elastic"] = {**shape.sets(), "steps": steps}
+    session.parameters["elastic"] = {**shape.overrides(), "steps": steps}
     rows = []
     for size in sizes:
         for case in cases:
@@ -119,7 +119,7 @@ def run_mesh(session: Session, arguments: argparse.Namespace) -> None:
     shape = Shape("0.8m", 128, 4, 4, 64, 8)
     cases = [case for case in mesh_bytes.CASES if arguments.only in (None, case.strategy)]
     cases = [case for case in cases if case.workers in (arguments.workers or range(1, 3 if session.quick else 9))]
-    session.parameters["mesh"] = {**shape.sets(), "steps": steps}
+    session.parameters["mesh"] = {**shape.overrides(), "steps": steps}
     rows = []
     for case in cases:
         rows.append(mesh_bytes.measure(case, shape, steps=steps))
@@ -136,8 +136,8 @@ def conclude(session: Session, title: str, rows: list[dict[str, Any]], columns: 
 
 
 def counted_config(shape: Shape, case: Case, *, workers: int, steps: int) -> Config:
-    sets = {"task": TASK, "logging.log_interval": 10 * steps, **case.sets()}
-    return elastic_config(shape, workers=workers, steps=steps, strategy=case.strategy, sets=sets)
+    overrides = {"task": TASK, "logging.log_interval": 10 * steps, **case.overrides()}
+    return elastic_config(shape, workers=workers, steps=steps, strategy=case.strategy, overrides=overrides)
 
 
 def moved(config: Config) -> list[tuple[float, float]]:

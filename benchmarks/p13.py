@@ -105,8 +105,8 @@ def _first_step(session: Session) -> None:
         counter = itertools.count()
 
         def ours() -> list[str]:
-            sets = {
-                **{key: value for key, value in SHAPE.sets().items() if value is not None},
+            overrides = {
+                **{key: value for key, value in SHAPE.overrides().items() if value is not None},
                 "training.device": "cpu",
                 "training.eval_samples": SHAPE.batch_size,
                 "training.checkpoint_steps": 0,
@@ -115,7 +115,7 @@ def _first_step(session: Session) -> None:
             run_dir = Path(folder) / f"run{next(counter)}"
             command = [*smolcluster_command(), "train", "gpt", "--strategy", "allreduce", "--workers", "2"]
             command += ["--steps", "2", "--run-dir", str(run_dir)]
-            return [*command, "--override", *(f"{key}={value}" for key, value in sets.items())]
+            return [*command, "--override", *(f"{key}={value}" for key, value in overrides.items())]
 
         session.compare(
             Comparison(
@@ -130,7 +130,7 @@ def _first_step(session: Session) -> None:
                     Variant(name="torchrun again", run=lambda: _until_first_step(peer), role="noise"),
                 ],
                 rounds=1 if session.quick else 3,
-                parameters=SHAPE.sets(),
+                parameters=SHAPE.overrides(),
             )
         )
 

@@ -40,10 +40,10 @@ class Order:
     def name(self) -> str:
         return self.strategy + "".join(f", {key} {value}" for key, value in self.options)
 
-    def sets(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         """As configuration keys, on top of what `smolcluster train` trains without any."""
         alone = self.strategy == "single"
-        sets: dict[str, Any] = {
+        overrides: dict[str, Any] = {
             "strategy.name": self.strategy,
             "cluster.num_workers": 1 if alone else self.workers,
             "model.max_seq_len": CONTEXT,
@@ -57,16 +57,16 @@ class Order:
             **{f"strategy.{key}": value for key, value in self.options},
         }
         if not alone:
-            sets["cluster.plane"] = "elastic"
+            overrides["cluster.plane"] = "elastic"
         if self.tiny:
-            sets |= {"model.model_dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.ff_dim": 64}
-            sets["training.eval_samples"] = 64
-        return sets
+            overrides |= {"model.model_dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.ff_dim": 64}
+            overrides["training.eval_samples"] = 64
+        return overrides
 
 
 def run_elastic(order: Order, cores: Sequence[int], folder: Path) -> dict[str, Any]:
     """The server is on the first core, worker r on the one after its rank; they share cores where there are too few."""
-    config = resolve(load_config(["default"], sets=order.sets()))
+    config = resolve(load_config(["default"], overrides=order.overrides()))
     seats: dict[Who, int] = {rank: cores[(1 + rank) % len(cores)] for rank in range(order.workers)}
     last = order.workers - 1
     with (
@@ -96,9 +96,9 @@ def share_of(rank: int, commits: Sequence[dict[str, Any]]) -> float:
 
 def run_single(order: Order, cores: Sequence[int], folder: Path) -> dict[str, Any]:
     os.sched_setaffinity(0, cores)
-    sets = {"logging.log_interval": 10, **order.sets()}
+    overrides = {"logging.log_interval": 10, **order.overrides()}
     command = [*smolcluster_command(), "train", "default", "--run-dir", str(folder), "--override"]
-    command += [f"{key}={value}" for key, value in sets.items()]
+    command += [f"{key}={value}" for key, value in overrides.items()]
     with started(command, environ={"OMP_NUM_THREADS": str(len(cores))}) as process:
         if process.wait(timeout=LIMIT_S) != 0:
             raise SmolclusterError(f"single ended with {process.returncode}")

@@ -93,7 +93,14 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     )
     loss = arguments.loss or curves[DDP][len(curves[DDP]) * 4 // 5 - 1][1]
     session.name = f"p2-{size}"
-    session.parameters = {**SHAPE.sets(), "workers": size, "steps": steps, "loss": loss, "curves": curves, "links": {}}
+    session.parameters = {
+        **SHAPE.overrides(),
+        "workers": size,
+        "steps": steps,
+        "loss": loss,
+        "curves": curves,
+        "links": {},
+    }
 
     # Over the links.
     repeats = session.repeats
@@ -168,13 +175,13 @@ def paces_of(name: str, size: int, link: str, steps: int, repeats: int) -> list[
 
 def edp_over(link: str, *, size: int, steps: int, limit_s: float, loss: float) -> Curve:
     """As it runs: seconds since its first row, and the validation loss."""
-    sets = {
+    overrides = {
         "strategy.codec": "int8",
         "strategy.worker_update_interval": 4,
         "training.eval_steps": EVERY,
         "training.eval_samples": VAL_SAMPLES,
     }
-    config = elastic_config(SHAPE, workers=size, steps=steps, strategy="edp", sets=sets)
+    config = elastic_config(SHAPE, workers=size, steps=steps, strategy="edp", overrides=overrides)
 
     def enough(rows: Sequence[StepLogged]) -> bool:
         at = rows[-1].val_loss

@@ -78,7 +78,7 @@ class Setting:
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def sets(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         return {f"strategy.{key}": value for key, value in self.options.items()}
 
 
@@ -130,7 +130,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     steps = arguments.steps or (6 if session.quick else 990)
     settings, methods, named = _chosen(session, arguments)
     tokens = steps * WORKERS * SHAPE.batch_size * SHAPE.max_seq_len
-    session.parameters = {**SHAPE.sets(), "workers": WORKERS, "steps": steps, "tokens": tokens, "goals": GOALS}
+    session.parameters = {**SHAPE.overrides(), "workers": WORKERS, "steps": steps, "tokens": tokens, "goals": GOALS}
 
     # Everything once.
     runs = Runs(steps, jobs=arguments.jobs)
@@ -273,8 +273,8 @@ def _check_same_work(rows: list[dict[str, Any]]) -> None:
 
 
 def train_ours(setting: Setting, steps: int, *, seed: int) -> Message:
-    sets = {"training.seed": seed, "logging.log_interval": steps, **setting.sets()}
-    config = elastic_config(SHAPE, workers=WORKERS, steps=steps, strategy=setting.strategy, sets=sets)
+    overrides = {"training.seed": seed, "logging.log_interval": steps, **setting.overrides()}
+    config = elastic_config(SHAPE, workers=WORKERS, steps=steps, strategy=setting.strategy, overrides=overrides)
     with tempfile.TemporaryDirectory() as folder, ElasticRun(config, Path(folder) / "run") as run:
         started = time.perf_counter()
         run.watch(within_s=60.0 + 5.0 * steps)
@@ -305,8 +305,8 @@ def train_method(name: str, steps: int, *, seed: int) -> Message:
 
 
 def peer_config(steps: int, *, seed: int) -> Config:
-    sets = {"training.seed": seed, "training.device": "cpu", "strategy.name": "allreduce"}
-    return make_config(SHAPE, steps=steps, sets=sets)
+    overrides = {"training.seed": seed, "training.device": "cpu", "strategy.name": "allreduce"}
+    return make_config(SHAPE, steps=steps, overrides=overrides)
 
 
 def train_named(name: str, steps: int, *, seed: int) -> Message:

@@ -99,7 +99,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     speeds, how = measured_speeds(seconds=1.0 if session.quick else 5.0)
     limit = sum(speeds) / (2 * speeds[SLOW])
     session.parameters = {
-        **SHAPE.sets(),
+        **SHAPE.overrides(),
         "loss": loss,
         "slow_by": how,
         "samples_per_s": speeds,
@@ -195,11 +195,11 @@ def reached(curve: Curve, loss: float, *, rows: int = ROWS) -> bool:
 # Ours
 
 
-def time_of_ours(strategy: str, sets: dict[str, Any], loss: float) -> tuple[float, list[float]]:
+def time_of_ours(strategy: str, overrides: dict[str, Any], loss: float) -> tuple[float, list[float]]:
     """Seconds to the loss, and the samples of each worker in a step, at the end."""
-    sets = {"logging.log_interval": EVERY, **sets}
-    config = elastic_config(SHAPE, workers=2, steps=STEPS, strategy=strategy, sets=sets)
-    apart = max(EVERY, sets.get("strategy.inner_steps", 1))  # steps from row to row
+    overrides = {"logging.log_interval": EVERY, **overrides}
+    config = elastic_config(SHAPE, workers=2, steps=STEPS, strategy=strategy, overrides=overrides)
+    apart = max(EVERY, overrides.get("strategy.inner_steps", 1))  # steps from row to row
 
     def enough(rows: Sequence[StepLogged]) -> bool:
         curve = [(row.time, row.loss) for row in rows if row.step % apart == 0]
@@ -268,8 +268,8 @@ def measured_speeds(*, seconds: float) -> tuple[list[float], str]:
 
 
 def peer_config() -> Config:
-    sets = {"training.device": "cpu", "strategy.name": "allreduce"}
-    return make_config(SHAPE, steps=STEPS, sets=sets)
+    overrides = {"training.device": "cpu", "strategy.name": "allreduce"}
+    return make_config(SHAPE, steps=STEPS, overrides=overrides)
 
 
 def _ddp_world() -> World:

@@ -72,7 +72,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         "65536"  # or glibc keeps much of what was freed, and resident memory says little
     )
     session.parameters = {
-        **SHAPES[name].sets(),
+        **SHAPES[name].overrides(),
         "ranks": ranks,
         "limit": LIMIT,
         "error": ERROR,
@@ -83,7 +83,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         config = make_config(
             SHAPES[name],
             steps=10,
-            sets={"strategy.name": "fsdp", "training.device": arguments.device, "training.precision": precision},
+            overrides={"strategy.name": "fsdp", "training.device": arguments.device, "training.precision": precision},
         )
         subject = Workload.open(config, find_task(config), num_ranks=ranks, device=choose_device(arguments.device))
         for stage in arguments.stages:

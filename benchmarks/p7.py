@@ -88,7 +88,7 @@ def _compare(
     clock = CLOCKS[session.parameters["clock"]]
     warmup = 1 if session.quick else 2
     steps = block * (warmup + session.repeats * rounds)
-    sets = {
+    overrides = {
         "training.device": str(device),
         "training.compile": compile,
         "data.cache_dir": str(folder),
@@ -96,7 +96,7 @@ def _compare(
     }
 
     def config_for(strategy: str) -> Config:
-        return make_config(shape, steps=steps, sets={**sets, "strategy.name": strategy})
+        return make_config(shape, steps=steps, overrides={**overrides, "strategy.name": strategy})
 
     bare, again = make_bare(config_for("single"), device), make_bare(config_for("single"), device)
     ours = {name: OurLoop(config_for(name), device, folder / name) for name in ("single", "allreduce")}
@@ -123,7 +123,7 @@ def _compare(
             ],
             rounds=rounds,
             warmup=warmup,
-            parameters={**shape.sets(), "compile": compile},
+            parameters={**shape.overrides(), "compile": compile},
         )
     )
     for name, loop in ours.items():

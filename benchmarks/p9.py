@@ -81,7 +81,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     agents = arguments.agents or ([1] if session.quick else list(PEERS.values()))
     transfer_s = transfer_seconds(STATE_BYTES)
     limit = 1.0 + 1.2 * transfer_s
-    session.parameters = {**SHAPE.sets(), "workers": WORKERS, "state_bytes": STATE_BYTES, "transfer_s": transfer_s}
+    session.parameters = {**SHAPE.overrides(), "workers": WORKERS, "state_bytes": STATE_BYTES, "transfer_s": transfer_s}
     kept: Figures = {"counts again": {}, "a new step": {}}
     measured = session.compare(
         Comparison(
@@ -149,26 +149,26 @@ def _ours(name: str, kept: Figures) -> Callable[[], float]:
     return sample
 
 
-def train_command(strategy: str, run_dir: Path, sets: dict[str, Any], *more: str) -> list[str]:
+def train_command(strategy: str, run_dir: Path, overrides: dict[str, Any], *more: str) -> list[str]:
     """`smolcluster train` for longer than anybody waits."""
-    sets = {
-        **{key: value for key, value in SHAPE.sets().items() if value is not None},
+    overrides = {
+        **{key: value for key, value in SHAPE.overrides().items() if value is not None},
         "model.ff_dim": 4 * SHAPE.model_dim,  # the built-in file names another
         "training.device": "cpu",
         "training.eval_steps": 0,
-        **sets,
+        **overrides,
     }
     command = [*smolcluster_command(), "train", "gpt", "--strategy", strategy, "--workers", str(WORKERS), *more]
     command += ["--steps", "100000", "--run-dir", str(run_dir)]
-    return [*command, "--override", *(f"{key}={value}" for key, value in sets.items())]
+    return [*command, "--override", *(f"{key}={value}" for key, value in overrides.items())]
 
 
-def recover(strategy: str, sets: dict[str, Any], *, victim: int) -> tuple[float, float]:
+def recover(strategy: str, overrides: dict[str, Any], *, victim: int) -> tuple[float, float]:
     """Seconds from the kill to a step without the victim, and to one that it contributes to again."""
-    sets = {"training.checkpoint_steps": 0, "cluster.plane": "elastic", **sets}
+    overrides = {"training.checkpoint_steps": 0, "cluster.plane": "elastic", **overrides}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        with started(train_command(strategy, run_dir, sets)) as process:
+        with started(train_command(strategy, run_dir, overrides)) as process:
 
             def commits() -> list[dict[str, Any]]:
                 return [line for line in history.read(run_dir / "history.jsonl") if line["kind"] == "commit"]
@@ -216,10 +216,10 @@ def _restarted(name: str, kept: Figures) -> Callable[[], float]:
 
 def start_again(*, standby: bool, victim: int) -> tuple[float, float]:
     """Seconds from the kill to the next step, and to one that was not done before."""
-    sets = {"training.checkpoint_steps": CHECKPOINT_EVERY, "logging.log_interval": 1, "cluster.standby": standby}
+    overrides = {"training.checkpoint_steps": CHECKPOINT_EVERY, "logging.log_interval": 1, "cluster.standby": standby}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        command = train_command("fsdp", run_dir, sets, "--elastic", f"1:{WORKERS}", "--max-restarts", "1")
+        command = train_command("fsdp", run_dir, overrides, "--elastic", f"1:{WORKERS}", "--max-restarts", "1")
         with started(command) as process:
 
             def steps() -> list[tuple[float, int]]:

@@ -136,7 +136,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     if session.quick:
         groups = {name: settings[-2:] for name, settings in groups.items()}
     session.parameters = {
-        **_shape(WORKERS).sets(),
+        **_shape(WORKERS).overrides(),
         "samples": SAMPLES,
         "workers": WORKERS,
         "steps": steps,

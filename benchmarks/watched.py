@@ -69,19 +69,19 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         _logs(session, steps=20 if session.quick else 120)
 
 
-def _train(run_dir: Path, *, strategy: str, workers: int, steps: int, **sets: object) -> list[str]:
-    sets = {
-        **{key: value for key, value in SHAPE.sets().items() if value is not None},
+def _train(run_dir: Path, *, strategy: str, workers: int, steps: int, **overrides: object) -> list[str]:
+    overrides = {
+        **{key: value for key, value in SHAPE.overrides().items() if value is not None},
         "training.device": "cpu",
         "training.eval_steps": 0,
         "training.eval_samples": SHAPE.batch_size,
         "training.checkpoint_steps": 0,
         "data.cache_dir": run_dir.parent / "cache",
-        **{key.replace("__", "."): value for key, value in sets.items()},
+        **{key.replace("__", "."): value for key, value in overrides.items()},
     }
     command = [*smolcluster_command(), "train", "gpt", "--strategy", strategy, "--workers", str(workers)]
     command += ["--steps", str(steps), "--run-dir", str(run_dir)]
-    return [*command, "--override", *(f"{key}={value}" for key, value in sets.items())]
+    return [*command, "--override", *(f"{key}={value}" for key, value in overrides.items())]
 
 
 # The dashboard
@@ -128,7 +128,7 @@ def _dashboard(session: Session, *, viewers: int, window_s: float) -> None:
                                     Variant(name="alone again", run=window(watched=False), role="noise"),
                                 ],
                                 rounds=1 if session.quick else 4,
-                                parameters={**SHAPE.sets(), "window_s": window_s, "viewers": viewers},
+                                parameters={**SHAPE.overrides(), "window_s": window_s, "viewers": viewers},
                             )
                         )
                     finally:
@@ -217,11 +217,13 @@ def _logs(session: Session, *, steps: int) -> None:
     counter = itertools.count()
     with tempfile.TemporaryDirectory() as name:
 
-        def training(**sets: object) -> Callable[[], float]:
+        def training(**overrides: object) -> Callable[[], float]:
             def sample() -> float:
                 folder = Path(name) / f"run{next(counter)}"
-                command = _train(folder, strategy="single", workers=1, steps=steps, logging__log_interval=1, **sets)
-                with started(command) as process, _asked(port if sets else None):
+                command = _train(
+                    folder, strategy="single", workers=1, steps=steps, logging__log_interval=1, **overrides
+                )
+                with started(command) as process, _asked(port if overrides else None):
                     if process.wait() != 0:
                         raise SmolclusterError("a run failed")
                 return _median_step(folder / "metrics.jsonl")
@@ -236,7 +238,7 @@ def _logs(session: Session, *, steps: int) -> None:
                     Variant(name="pushed and scraped", run=training(**pushed), target=LIMIT),
                     Variant(name="files alone again", run=training(), role="noise"),
                 ],
-                parameters={**SHAPE.sets(), "steps": steps},
+                parameters={**SHAPE.overrides(), "steps": steps},
             )
         )
     loki.shutdown()

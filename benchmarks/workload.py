@@ -37,7 +37,7 @@ class Shape:
     vocab_size: int | None = None  # None: that of the bytes
     precision: str = "fp32"
 
-    def sets(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         """As configuration keys."""
         return {
             "model.model_dim": self.model_dim,
@@ -61,10 +61,10 @@ SHAPES = {
 }
 
 
-def make_config(shape: Shape, *, steps: int, sets: Mapping[str, Any]) -> Config:
+def make_config(shape: Shape, *, steps: int, overrides: Mapping[str, Any]) -> Config:
     """A training run of this shape on the embedded text, with the defaults for everything else."""
     common = {"training.steps": steps, "training.checkpoint_steps": 0, "lr_schedule.warmup_iters": 10}
-    return resolve(load_config([], sets={**shape.sets(), **common, **sets}))
+    return resolve(load_config([], overrides={**shape.overrides(), **common, **overrides}))
 
 
 def make_strategy(config: Config, task: Task, *, group: Group, device: torch.device) -> Strategy[Options]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -50,6 +54,25 @@ def free_ports(count: int) -> int:
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))
             return first
     raise AssertionError("no free ports")
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, *, kilobytes: int) -> Iterator[Path]:
+    """A file system of this size. Only root can make one."""
+    disk = folder / "disk"
+    disk.mkdir()
+    if shutil.which("mount") is None or sys.platform != "linux":
+        pytest.skip("no mount command")
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "smolcluster-test", disk], capture_output=True, text=True
+    )
+    if mount.returncode != 0:
+        pytest.skip(f"a small file system cannot be mounted here: {mount.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        # Lazily: a process that has just been told to end may have a file open there for a moment.
+        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 @contextlib.contextmanager

@@ -198,7 +198,7 @@ def _begin_run(
     from smolcluster.config import dump, load_config, resolve
     from smolcluster.engine.run_dir import RunDir
 
-    sets: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "strategy.name": strategy,
         "cluster.num_workers": size,
         "logging.log_interval": 1,
@@ -206,8 +206,8 @@ def _begin_run(
         "training.device": "cpu",
     }
     if task is not None:
-        sets["task"] = f"{TASKS}:{task}"
-    resolved = resolve(load_config([], sets={**sets, **(config or {})}))
+        overrides["task"] = f"{TASKS}:{task}"
+    resolved = resolve(load_config([], overrides={**overrides, **(config or {})}))
     RunDir(run_dir).create(dump(resolved), resume=resume)
     return resolved
 

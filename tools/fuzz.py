@@ -74,8 +74,6 @@ with (
     from smolcluster.comm.elastic.membership.mailbox import Mailbox, Payload
     from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage, Roster
     from smolcluster.comm.elastic.membership.server_link import ServerLink, Stopped
-    from smolcluster.comm.elastic.membership.view import View
-    from smolcluster.comm.elastic.membership.view import ViewMember as Seated
     from smolcluster.comm.elastic.transport import frames, payloads
     from smolcluster.comm.elastic.transport.api import Link
     from smolcluster.comm.elastic.transport.frames import FrameError
@@ -85,6 +83,7 @@ with (
     from smolcluster.comm.elastic.transport.parser import Parser
     from smolcluster.comm.elastic.transport.security import NoToken
     from smolcluster.comm.group import PeerLost
+    from smolcluster.comm.view import View, ViewMember
     from smolcluster.config import load_config, public_dict, resolve
     from smolcluster.config.names import known_keys
     from smolcluster.config.schema import Config
@@ -464,7 +463,7 @@ JOIN = {"layout": LAYOUT, "samples": SAMPLES, "batch_size": 8, "address": "h:1"}
 NUM_PARTIES = 8  # the first one is a member that does nothing wrong
 
 
-class _Office:
+class _RosterServer:
     """A server's roster and those who talk to it."""
 
     def __init__(self) -> None:
@@ -546,31 +545,31 @@ class _Office:
 
 def roster(data: bytes) -> str:
     """No exception, whoever says what; only members are heard, and one that does nothing wrong is not disturbed."""
-    source, office = Source(data), _Office()
+    source, server = Source(data), _RosterServer()
     for _ in range(40):
         if not source:
             break
         what = source.byte()
         number = 1 + (what >> 3) % (NUM_PARTIES - 1)
-        party, links = office.parties[number], office.parties[number].link
+        party, links = server.parties[number], server.parties[number].link
         match what & 7:
             case 0:
-                office.welcome()
+                server.welcome()
             case 1 if links is not None:
                 links.close("by itself")
-                office.listen()
-            case 2 if (member := office.members.get(party.transport.me.rank)) is not None and member.rank:
-                office.roster.evict(member, "no reason")
-                office.listen()
+                server.listen()
+            case 2 if (member := server.members.get(party.transport.me.rank)) is not None and member.rank:
+                server.roster.evict(member, "no reason")
+                server.listen()
             case 3:
-                office.say(number, Message(kind=Kind.JOIN, meta=JOIN | source.meta()))
+                server.say(number, Message(kind=Kind.JOIN, meta=JOIN | source.meta()))
             case _:
-                office.say(number, source.message())
-    before = len(office.heard)
-    office.say(0, Message(kind=Kind.DONE, step=8))
-    insist(office.heard[before:] == ["DONE"], "the honest member is not heard any more")
-    members, refused = len(office.roster.members), sum(office.roster.refused.values())
-    return f"{min(3, members)} members, {min(2, refused)} refused, heard {' '.join(sorted(set(office.heard))[:1])}"
+                server.say(number, source.message())
+    before = len(server.heard)
+    server.say(0, Message(kind=Kind.DONE, step=8))
+    insist(server.heard[before:] == ["DONE"], "the honest member is not heard any more")
+    members, refused = len(server.roster.members), sum(server.roster.refused.values())
+    return f"{min(3, members)} members, {min(2, refused)} refused, heard {' '.join(sorted(set(server.heard))[:1])}"
 
 
 def line(data: bytes) -> str:
@@ -618,7 +617,7 @@ def plan(data: bytes) -> str:
     """A worker takes over the keys of the allow-list alone; what touches its files, network or code stays its owner's."""
     source = Source(data)
     given = OWNERS[source.byte() % len(OWNERS)]
-    own = resolve(load_config([], sets=dict(given))) if source.byte() & 1 else None
+    own = resolve(load_config([], overrides=dict(given))) if source.byte() & 1 else None
     try:
         said = frames.decode_meta(source.rest())
         served = {name: dict(SERVED[name]) | part for name, part in said.pop("with", {}).items()}
@@ -651,10 +650,10 @@ def peers(data: bytes) -> str:
     transports = [network.transport(_peer("worker", n)) for n in range(2)]
     both = [Peers(transport) for transport in transports]
     addresses = [peers.listen("here", 0) for peers in both]
-    seated = tuple(Seated(t.me.rank, t.me.instance, "h", a) for t, a in zip(transports, addresses, strict=True))
+    members = tuple(ViewMember(t.me.rank, t.me.instance, "h", a) for t, a in zip(transports, addresses, strict=True))
     stranger = _Party(network.transport(_peer("worker", 7)))
     stranger.transport.dial(addresses[0], stranger)
-    groups = [_formed(peers, View(epoch=5, step=0, members=seated), network) for peers in both]
+    groups = [_formed(peers, View(epoch=5, step=0, members=members), network) for peers in both]
     tensors = [torch.full((7,), float(n + 1)) for n in range(2)]
     works = [groups[0].all_reduce(tensors[0])]
     said: list[str] = []

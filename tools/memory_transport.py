@@ -1,12 +1,8 @@
-"""A transport inside one process, for tests: the same interface as TCP, and faults on demand.
+"""A transport inside one process, for tests: the same interface as TCP.
 
     network = Switchboard()
     server, worker = network.transport(peer_a), network.transport(peer_b)
-    network.cut(server, worker)      # nothing passes, and nobody is told; after `silence_s` both find each other silent
-    network.heal(server, worker)     # what was held passes now, if the link still stands; else the dialer comes through
-    network.drop(server, worker)     # their links end at once
-    network.delay(server, worker, seconds=0.1)
-    network.kill(worker)             # as by SIGKILL: it hears and says nothing more, its links end
+    network.kill(worker)  # as by SIGKILL: it hears and says nothing more, its links end
 
 Everything happens on the switchboard's thread, one thing after the other. With `manual=True` there is no thread and no clock:
 `advance` does what is due, in the caller's thread, and moves the time on.
@@ -61,16 +57,13 @@ class _Timer:
 class Switchboard:
     """The network between the transports it makes."""
 
-    def __init__(self, *, silence_s: float = 1.75, manual: bool = False) -> None:
-        self.silence_s = silence_s
+    def __init__(self, *, manual: bool = False) -> None:
         self.listeners: dict[str, tuple[MemoryTransport, Handler]] = {}
         self.ports = itertools.count(40_000)
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._due: list[tuple[float, int, _Timer]] = []
         self._numbers = itertools.count()
-        self._cuts: dict[frozenset[MemoryTransport], float] = {}  # since when
-        self._delays_s: dict[frozenset[MemoryTransport], float] = {}
         self._time_s = 0.0
         self._closed = False
         self._thread = None if manual else threading.Thread(target=self._work, name="switchboard", daemon=True)
@@ -79,25 +72,6 @@ class Switchboard:
 
     def transport(self, me: Peer) -> MemoryTransport:
         return MemoryTransport(self, me)
-
-    # Faults
-
-    def cut(self, a: MemoryTransport, b: MemoryTransport) -> None:
-        with self.lock:
-            since = self._cuts.setdefault(frozenset((a, b)), self.now)
-        self.at(self.silence_s, lambda: self._check_silence(a, b, since))
-
-    def heal(self, a: MemoryTransport, b: MemoryTransport) -> None:
-        with self.lock:
-            self._cuts.pop(frozenset((a, b)), None)
-        self.at(0, lambda: self._reconnect(a, b))
-
-    def drop(self, a: MemoryTransport, b: MemoryTransport) -> None:
-        self.at(0, lambda: self._drop(a, b, "the connection was closed"))
-
-    def delay(self, a: MemoryTransport, b: MemoryTransport, *, seconds: float) -> None:
-        with self.lock:
-            self._delays_s[frozenset((a, b))] = seconds
 
     def kill(self, transport: MemoryTransport) -> None:
         transport.dead = True
@@ -115,35 +89,6 @@ class Switchboard:
             heapq.heappush(self._due, (self.now + delay_s, next(self._numbers), timer))
             self._changed.notify_all()
         return timer
-
-    def silent_s(self, a: MemoryTransport, b: MemoryTransport) -> float:
-        with self.lock:
-            since = self._cuts.get(frozenset((a, b)))
-        return 0.0 if since is None else self.now - since
-
-    def cut_off(self, a: MemoryTransport, b: MemoryTransport) -> bool:
-        return frozenset((a, b)) in self._cuts
-
-    def delay_s(self, a: MemoryTransport, b: MemoryTransport) -> float:
-        return self._delays_s.get(frozenset((a, b)), 0.0)
-
-    def between(self, a: MemoryTransport, b: MemoryTransport) -> list[MemoryLink]:
-        return [link for link in a.links if link.twin.owner is b] + [link for link in b.links if link.twin.owner is a]
-
-    def _reconnect(self, a: MemoryTransport, b: MemoryTransport) -> None:
-        for link in self.between(a, b):
-            link.flush()
-            if link.twin not in link.twin.owner.links:  # it ended behind the cut
-                link.end_alone("the connection was closed")
-
-    def _drop(self, a: MemoryTransport, b: MemoryTransport, reason: str) -> None:
-        for link in self.between(a, b):
-            link.end_alone(reason)
-
-    def _check_silence(self, a: MemoryTransport, b: MemoryTransport, since: float) -> None:
-        if self._cuts.get(frozenset((a, b))) == since:
-            for link in self.between(a, b):
-                link.end_alone(f"silent for {self.now - since:.1f} s")
 
     # Time
 
@@ -191,7 +136,6 @@ class MemoryLink(Link):
         self._handler, self._network = handler, owner.network
         self._held: deque[tuple[Message, int, Callable[[bool], None]]] = deque()  # sent, not yet received
         self._queued_bytes = 0
-        self._last_due = 0.0
         self.open = True
         self._reason = ""
         owner.links.append(self)
@@ -210,9 +154,7 @@ class MemoryLink(Link):
                 return _Lost(f"{self.peer.name}: {self._reason}")
             self._held.append((copy, frame.nbytes, sent or _nothing))
             self._queued_bytes += frame.nbytes
-            delay_s = network.delay_s(self.owner, self.twin.owner)
-            self._last_due = max(self._last_due, network.now + delay_s)  # none overtakes another
-            network.at(self._last_due - network.now, self._deliver)
+            network.at(0, self._deliver)
         return Done()
 
     @property
@@ -221,7 +163,7 @@ class MemoryLink(Link):
 
     @property
     def silent_s(self) -> float:
-        return self._network.silent_s(self.owner, self.twin.owner)
+        return 0.0
 
     def close(self, reason: str) -> None:
         with self._network.lock:
@@ -229,19 +171,19 @@ class MemoryLink(Link):
                 return
             self.open, self._reason = False, reason
             self._held.append((Message(kind=Kind.BYE, meta={"reason": reason}), frames.HEADER.size, _nothing))
-            self._network.at(max(0.0, self._last_due - self._network.now), self._deliver)
+            self._network.at(0, self._deliver)
 
     def flush(self) -> None:
         for _ in range(len(self._held)):
             self._deliver()
 
     def _deliver(self) -> None:
-        """Bring the oldest message to the other end, unless the line is cut: then it waits."""
-        twin, network = self.twin, self._network
-        if network.cut_off(self.owner, twin.owner) or not self._held or self.owner.dead:
+        """Bring the oldest message to the other end."""
+        twin = self.twin
+        if not self._held or self.owner.dead:
             return
         message, nbytes, sent = self._held.popleft()
-        with network.lock:
+        with self._network.lock:
             self._queued_bytes = max(0, self._queued_bytes - nbytes)
         self.traffic.bytes_sent += nbytes
         self.owner.moved.add(nbytes, 0)
@@ -271,10 +213,8 @@ class MemoryLink(Link):
         return place
 
     def end(self, reason: str) -> None:
-        """Both ends, unless the other cannot hear of it."""
         self.end_alone(reason)
-        if not self._network.cut_off(self.owner, self.twin.owner):
-            self.twin.end_alone(reason)
+        self.twin.end_alone(reason)
 
     def end_alone(self, reason: str) -> None:
         with self._network.lock:
@@ -307,7 +247,7 @@ class MemoryDialer(Dialer):
             return
         there = network.listeners.get(self._address)
         lost = self._link is None or self._link not in me.links
-        if lost and there is not None and not network.cut_off(me, there[0]):
+        if lost and there is not None:
             other, handler = there
             if me.me.run and other.me.run and me.me.run != other.me.run:
                 reason = f"{me.me.name} belongs to run {me.me.run}, {other.me.name} to run {other.me.run}"

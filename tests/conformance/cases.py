@@ -102,7 +102,7 @@ class Case:
     def nodes(self) -> list[Node]:
         return [Node(name=f"worker-{rank}", stays=self.plane == "mesh") for rank in range(self.workers)]
 
-    def sets(self, **more: Any) -> dict[str, Any]:
+    def overrides(self, **more: Any) -> dict[str, Any]:
         """The strategy section and the plane, by dotted names. `more` are options to set where the strategy has them."""
         known = find_strategy(self.strategy, plane=self.plane).Config.on(self.plane)
         options = {key: value for key, value in more.items() if key in known}
@@ -110,15 +110,15 @@ class Case:
             options["timeout"] = PATIENT_S
         return {"cluster.plane": self.plane} | named(options | dict(self.options))
 
-    def config(self, sets: Mapping[str, Any]) -> Config:
+    def config(self, overrides: Mapping[str, Any]) -> Config:
         run = {"strategy.name": self.strategy, "cluster.num_workers": self.workers, "training.device": "cpu"}
-        return resolve(load_config([], sets={**self.sets(), **run, **sets}))
+        return resolve(load_config([], overrides={**self.overrides(), **run, **overrides}))
 
-    def train(self, run_dir: Path, sets: Mapping[str, Any], **world: Any) -> World | ElasticWorld:
+    def train(self, run_dir: Path, overrides: Mapping[str, Any], **world: Any) -> World | ElasticWorld:
         """Run it to its end, over real processes and sockets."""
         run: Callable[..., Any] = run_world if self.plane == "mesh" else run_elastic_world
         ended: World | ElasticWorld = run(
-            self.workers, run_dir, {**self.sets(), **sets}, strategy=self.strategy, **world
+            self.workers, run_dir, {**self.overrides(), **overrides}, strategy=self.strategy, **world
         )
         return ended
 

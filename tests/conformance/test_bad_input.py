@@ -19,9 +19,9 @@ FIRST = {
 }  # options are those of the strategy, not of a variant
 
 
-def options_of(case: Case, sets: dict[str, Any]) -> Any:
+def options_of(case: Case, overrides: dict[str, Any]) -> Any:
     """What a launcher does, and then every worker."""
-    config = case.config(sets)
+    config = case.config(overrides)
     return read_options(config.strategy, plane=case.plane)[0]
 
 

@@ -42,12 +42,14 @@ def test_bytes_of_a_step_are_those_of_the_plan(tmp_path: Path, case: Case) -> No
     counts = tmp_path / "counts"
     counts.mkdir()
     task = mesh_bytes.TASK if case.plane == "mesh" else p12.TASK
-    sets = COUNTED | {"training.batch_size": 8 * case.workers // 2}  # of many small messages the headers would show
-    sets |= {} if case.strategy == "pipeline" else {"model.num_layers": 2}
-    sets |= (OFTEN if case.plane == "mesh" else NEVER) | {"training.steps": STEPS[case.plane], "task": task}
-    world = case.train(tmp_path / "run", sets, environ={counted.FOLDER: str(counts)})
+    overrides = COUNTED | {
+        "training.batch_size": 8 * case.workers // 2
+    }  # of many small messages the headers would show
+    overrides |= {} if case.strategy == "pipeline" else {"model.num_layers": 2}
+    overrides |= (OFTEN if case.plane == "mesh" else NEVER) | {"training.steps": STEPS[case.plane], "task": task}
+    world = case.train(tmp_path / "run", overrides, environ={counted.FOLDER: str(counts)})
     assert_good_end(world)
-    config = case.config(sets)
+    config = case.config(overrides)
     if isinstance(world, ElasticWorld):
         row = p12.compare(config, p12.steps_of(counts, config))
         assert row["verdict"] == "met", row

@@ -57,17 +57,17 @@ def layers(case: Case) -> int:
 
 
 def train(
-    case: Case, run_dir: Path, sets: dict[str, Any] | None = None, *, depth: int = 0, **world: Any
+    case: Case, run_dir: Path, overrides: dict[str, Any] | None = None, *, depth: int = 0, **world: Any
 ) -> World | ElasticWorld:
     parts = {"training.batch_size": BATCH // case.readers, "training.grad_accumulation": PARTS}
     parts["model.num_layers"] = depth or layers(case)
-    config = CONFIG | parts | case.sets(bucket_mb=BUCKET_MB) | (sets or {})
+    config = CONFIG | parts | case.overrides(bucket_mb=BUCKET_MB) | (overrides or {})
     return case.train(run_dir, config, **{"task": "DoubleGPT", **world})
 
 
 def random(case: Case) -> dict[str, Any]:
     """In fp32 with dropout, which follows from the step. Not where a worker counts its own steps, anew when it is started."""
-    return {"sets": {} if record_of(case.strategy).own_steps else {"model.dropout": 0.2}, "task": None}
+    return {"overrides": {} if record_of(case.strategy).own_steps else {"model.dropout": 0.2}, "task": None}
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +76,12 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Single:
 
     @functools.cache
     def run(depth: int) -> World:
-        sets = {
+        overrides = {
             "training.batch_size": BATCH * PARTS,
             "training.checkpoint_steps": SAVED + 1,
             "training.eval_steps": STEPS,
         }
-        config = CONFIG | sets | {"model.num_layers": depth}
+        config = CONFIG | overrides | {"model.num_layers": depth}
         return run_world(1, tmp_path_factory.mktemp("one"), config, task="DoubleGPT", strategy="single")
 
     return run
@@ -173,7 +173,7 @@ def test_killed_and_resumed_is_bitwise_uninterrupted_and_unseen(tmp_path: Path, 
     resumed = train(case, run_dir, **held, resume=run_dir / "checkpoints")
     assert_good_end(resumed)
     assert resumed.summary["steps"] == STEPS
-    unseen = train(case, tmp_path / "unseen", random(case)["sets"] | NEVER, task=None)
+    unseen = train(case, tmp_path / "unseen", random(case)["overrides"] | NEVER, task=None)
     assert_good_end(unseen)
     assert resumed.summary["weights_sha256"] == unseen.summary["weights_sha256"]
 

@@ -51,11 +51,11 @@ WAN = {"strategy.preset": "wan", "strategy.outer_lr": 1.0, "strategy.outer_momen
 
 
 def train(
-    plane: str, run_dir: Path, sets: dict[str, Any], *, workers: int = len(COUNTS), **world: Any
+    plane: str, run_dir: Path, overrides: dict[str, Any], *, workers: int = len(COUNTS), **world: Any
 ) -> World | ElasticWorld:
     run = run_world if plane == "mesh" else run_elastic_world
     arguments = {"task": "Double", "strategy": "diloco", **world}
-    return run(workers, run_dir, CONFIG | {"cluster.plane": plane} | sets, **arguments)  # type: ignore[operator]
+    return run(workers, run_dir, CONFIG | {"cluster.plane": plane} | overrides, **arguments)  # type: ignore[operator]
 
 
 def weights(world: World | ElasticWorld, step: int = STEPS) -> dict[str, Tensor]:
@@ -180,11 +180,11 @@ def test_dense_rounds_are_those_of_a_loop(tmp_path: Path) -> None:
     assert_close(weights(train("mesh", tmp_path, {})), simulated())
 
 
-@pytest.mark.usual(when=lambda sets: sets in ((2, 3), (2, 0)))
-@pytest.mark.parametrize("sets", [(2, 3), (2, 0), (2, 1), (4, 2), (1, 3), (1, 1)], ids=str)
-def test_streams_as_a_loop_does(tmp_path: Path, sets: tuple[int, int]) -> None:
+@pytest.mark.usual(when=lambda streams: streams in ((2, 3), (2, 0)))
+@pytest.mark.parametrize("streams", [(2, 3), (2, 0), (2, 1), (4, 2), (1, 3), (1, 1)], ids=str)
+def test_streams_as_a_loop_does(tmp_path: Path, streams: tuple[int, int]) -> None:
     """Fragments and overlap; the last round is shorter in all of them. Nothing is exchanged twice, and the most at the end."""
-    fragments, overlap = sets
+    fragments, overlap = streams
     options = {"inner_steps": 4, "fragments": fragments, "overlap": overlap}
     world = train("mesh", tmp_path, {f"strategy.{n}": v for n, v in options.items()} | {"training.steps": 11})
     mixing = 0.5 if overlap else 1.0
@@ -192,11 +192,11 @@ def test_streams_as_a_loop_does(tmp_path: Path, sets: tuple[int, int]) -> None:
     assert_close(weights(world, 11), expected)
 
 
-@pytest.mark.usual(when=lambda sets: sets == (2, 3))
-@pytest.mark.parametrize("sets", [(2, 3), (2, 0), (4, 2), (1, 3), (1, 1)], ids=str)
-def test_streams_as_a_loop_does_on_the_elastic_plane(tmp_path: Path, sets: tuple[int, int]) -> None:
+@pytest.mark.usual(when=lambda streams: streams == (2, 3))
+@pytest.mark.parametrize("streams", [(2, 3), (2, 0), (4, 2), (1, 3), (1, 1)], ids=str)
+def test_streams_as_a_loop_does_on_the_elastic_plane(tmp_path: Path, streams: tuple[int, int]) -> None:
     """However early a result is committed, the weights get it as many steps after it was contributed."""
-    fragments, overlap = sets
+    fragments, overlap = streams
     options = {"inner_steps": 4, "fragments": fragments, "overlap": overlap}
     world = train("elastic", tmp_path, {f"strategy.{n}": v for n, v in options.items()} | {"training.steps": 11})
     assert isinstance(world, ElasticWorld)
@@ -212,9 +212,9 @@ def test_streams_as_a_loop_does_on_the_elastic_plane(tmp_path: Path, sets: tuple
 def test_encoded_fragments_are_those_of_a_loop(tmp_path: Path, overlap: int) -> None:
     """Each with its error feedback. An exchange sends its fragment, and the last one all. Workers end with the same numbers."""
     streams = {"strategy.inner_steps": 4, "strategy.fragments": 2, "strategy.overlap": overlap, "strategy.mixing": 1.0}
-    sets = streams | {"strategy.codec": "blocktopk", "training.steps": 11, "logging.log_interval": 1}
+    overrides = streams | {"strategy.codec": "blocktopk", "training.steps": 11, "logging.log_interval": 1}
     expected = simulated(codec="blocktopk", senders=True, steps=11, h=4, fragments=2, overlap=overlap)
-    world = train("mesh", tmp_path, sets)
+    world = train("mesh", tmp_path, overrides)
     assert_close(weights(world, 11), expected, tolerance=1e-6)
     saved = read_checkpoint(world.run_dir / "checkpoints" / "step-00000011")
     for name, theta in weights(world, 11).items():
@@ -235,10 +235,10 @@ def test_encoded_fragments_are_those_of_a_loop(tmp_path: Path, overlap: int) -> 
 @pytest.mark.parametrize("codec", ["blocktopk", "int4", "int8", "bf16"])
 def test_lossy_rounds_are_those_of_a_loop(tmp_path: Path, average: str, codec: str) -> None:
     """Sums are taken in fp32."""
-    sets = {"strategy.codec": codec, "strategy.average": average, "logging.log_interval": 1}
+    overrides = {"strategy.codec": codec, "strategy.average": average, "logging.log_interval": 1}
     senders, decay = average == "senders" and codec == "blocktopk", 0.0 if codec == "bf16" else 0.95
     expected = simulated(codec=codec, senders=senders, decay=decay)
-    world = train("mesh", tmp_path, sets)
+    world = train("mesh", tmp_path, overrides)
     assert_close(weights(world), expected, tolerance=1e-6)
     # One message a round: weight, flags, the tensors as they are encoded, and whether to stop.
     tensors = [tuple(tensor.shape) for tensor in expected.values()]
@@ -265,15 +265,15 @@ FEW = {rank: [("smolcluster.strategies.diloco", "MOST_GATHERED", 1)] for rank in
 )
 def test_means_that_are_encoded_again_are_those_of_a_loop(tmp_path: Path, options: dict[str, Any]) -> None:
     """As among many workers. Resumed, also with a round in flight, to the bit."""
-    sets = {f"strategy.{name}": value for name, value in options.items()}
-    sets |= {"strategy.inner_steps": 4, "strategy.mixing": 1.0, "training.steps": 11}
+    overrides = {f"strategy.{name}": value for name, value in options.items()}
+    overrides |= {"strategy.inner_steps": 4, "strategy.mixing": 1.0, "training.steps": 11}
     senders, decay = options["codec"] == "blocktopk", 0.0 if options["codec"] == "bf16" else 0.95
     expected = simulated(**options, senders=senders, decay=decay, steps=11, h=4, again=True)
     saves = {"training.checkpoint_steps": 4, "training.max_checkpoints_to_keep": 9}
-    whole = train("mesh", tmp_path / "whole", sets | saves, tweaks=FEW)
+    whole = train("mesh", tmp_path / "whole", overrides | saves, tweaks=FEW)
     assert_close(weights(whole, 11), expected, tolerance=1e-6)
     saved = whole.run_dir / "checkpoints" / "step-00000004"
-    again = train("mesh", tmp_path / "again", sets, resume=saved, tweaks=FEW)
+    again = train("mesh", tmp_path / "again", overrides, resume=saved, tweaks=FEW)
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
@@ -285,8 +285,8 @@ def test_many_workers_of_the_elastic_plane(tmp_path: Path) -> None:
         world.wait_for_step(4)
         world.kill(8)
 
-    sets = WAN | {"cluster.workers": [], "cluster.batch_size": {}, "training.batch_size": 2, "training.steps": 20}
-    world = train("elastic", tmp_path, sets, workers=9, script=script)
+    overrides = WAN | {"cluster.workers": [], "cluster.batch_size": {}, "training.batch_size": 2, "training.steps": 20}
+    world = train("elastic", tmp_path, overrides, workers=9, script=script)
     assert isinstance(world, ElasticWorld)
     assert world.summary["replicas_agree"] is True
     assert world.summary["members_lost"] == 1
@@ -298,8 +298,8 @@ def test_rounds_of_one_step_of_plain_sgd_are_single(tmp_path: Path, plane: str) 
     """And with more steps federated averaging: batches differ, and the last round is shorter."""
     averaging = PLAIN_SGD | {"strategy.outer_lr": 1.0, "strategy.outer_momentum": 0.0}
     for inner_steps in (1, 3) if plane == "mesh" else (1,):
-        sets = averaging | {"strategy.inner_steps": inner_steps}
-        world = train(plane, tmp_path / str(inner_steps), sets, workers=len(BATCHES))
+        overrides = averaging | {"strategy.inner_steps": inner_steps}
+        world = train(plane, tmp_path / str(inner_steps), overrides, workers=len(BATCHES))
         assert_close(weights(world, 7), averaged(inner_steps))
         if inner_steps == 1:
             big = {"cluster.batch_size": {}, "cluster.workers": ["a"], "training.batch_size": sum(BATCHES)}
@@ -312,16 +312,16 @@ def test_rounds_of_one_step_of_plain_sgd_are_single(tmp_path: Path, plane: str) 
 @pytest.mark.parametrize("plane", ["mesh", "elastic"])
 def test_resumed_to_the_bit(tmp_path: Path, plane: str, options: dict[str, Any]) -> None:
     """Each worker goes on with its own moments and error feedback; on the mesh plane in the middle of a round."""
-    sets = options | {"strategy.inner_steps": 3 if plane == "mesh" else 2, "training.checkpoint_steps": 4}
-    whole = train(plane, tmp_path / "whole", sets)
+    overrides = options | {"strategy.inner_steps": 3 if plane == "mesh" else 2, "training.checkpoint_steps": 4}
+    whole = train(plane, tmp_path / "whole", overrides)
     if isinstance(whole, ElasticWorld):
         assert whole.summary["replicas_agree"] is True
         # What workers have of their own is in the run's own directory.
-        half = train(plane, tmp_path / "again", sets | {"training.steps": 4})
-        again = train(plane, tmp_path / "again", sets, resume=half.run_dir / "checkpoints" / "step-00000004")
+        half = train(plane, tmp_path / "again", overrides | {"training.steps": 4})
+        again = train(plane, tmp_path / "again", overrides, resume=half.run_dir / "checkpoints" / "step-00000004")
     else:
         saved = whole.run_dir / "checkpoints" / "step-00000004"
-        again = train(plane, tmp_path / "again", sets, resume=saved)
+        again = train(plane, tmp_path / "again", overrides, resume=saved)
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
@@ -332,14 +332,14 @@ STREAMS = {"strategy.inner_steps": 4, "strategy.fragments": 2, "strategy.overlap
 @pytest.mark.parametrize("options", [{}, WAN, {"strategy.codec": "int8"}], ids=["dense", "wan", "int8"])
 def test_streaming_is_resumed_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     """With exchanges in flight, and each worker's own weights between them; to save and to evaluate changes nothing."""
-    sets = STREAMS | options
+    overrides = STREAMS | options
     saves = {"training.checkpoint_steps": 5, "training.eval_steps": 3, "training.max_checkpoints_to_keep": 9}
-    whole = train("mesh", tmp_path / "whole", sets)
-    looked = train("mesh", tmp_path / "looked", sets | saves)
+    whole = train("mesh", tmp_path / "whole", overrides)
+    looked = train("mesh", tmp_path / "looked", overrides | saves)
     assert looked.summary["weights_sha256"] == whole.summary["weights_sha256"]
     saved = looked.run_dir / "checkpoints" / "step-00000005"
     assert read_checkpoint(saved).state["strategy"]["in_flight"]
-    again = train("mesh", tmp_path / "again", sets, resume=saved)
+    again = train("mesh", tmp_path / "again", overrides, resume=saved)
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
@@ -350,13 +350,13 @@ def test_streaming_is_resumed_to_the_bit_on_the_elastic_plane(
     tmp_path: Path, options: dict[str, Any], overlap: int
 ) -> None:
     """Workers go on in the run's directory with their own weights, as they were when the round of the checkpoint ended."""
-    sets = STREAMS | options | {"strategy.overlap": overlap, "training.checkpoint_steps": 6}
-    whole = train("elastic", tmp_path / "whole", sets)
+    overrides = STREAMS | options | {"strategy.overlap": overlap, "training.checkpoint_steps": 6}
+    whole = train("elastic", tmp_path / "whole", overrides)
     assert isinstance(whole, ElasticWorld)
     assert whole.summary["replicas_agree"] is True
     # The last round of a run is of all fragments, so the run that is continued must have been cut off.
     saved = whole.run_dir / "checkpoints" / "step-00000006"
-    again = train("elastic", whole.run_dir, sets, resume=saved)
+    again = train("elastic", whole.run_dir, overrides, resume=saved)
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
@@ -373,12 +373,12 @@ def test_resuming_with_other_fragments_is_refused(fragments: int) -> None:
 @pytest.mark.parametrize("plane", ["mesh", "elastic"])
 def test_a_run_with_other_fragments_does_not_continue(tmp_path: Path, plane: str) -> None:
     """Nothing is trained, and the checkpoint is good for a run that fits it: that says what else is another."""
-    sets = STREAMS | {"training.checkpoint_steps": 6, "training.steps": 8}
-    saved = train(plane, tmp_path / "whole", sets).run_dir / "checkpoints" / "step-00000006"
+    overrides = STREAMS | {"training.checkpoint_steps": 6, "training.steps": 8}
+    saved = train(plane, tmp_path / "whole", overrides).run_dir / "checkpoints" / "step-00000006"
     ends: dict[str, Any] = (
         {"start": [], "script": lambda world: world.wait_for_exit("server")} if plane == "elastic" else {}
     )
-    again = train(plane, tmp_path / "again", sets | {"strategy.fragments": 4}, resume=saved, **ends)
+    again = train(plane, tmp_path / "again", overrides | {"strategy.fragments": 4}, resume=saved, **ends)
     said = "the checkpoint was made with strategy.fragments 2 and inner_steps 4, and this run has 4 and 4; resume with those"
     if isinstance(again, World):
         assert said in again.refusal
@@ -386,7 +386,7 @@ def test_a_run_with_other_fragments_does_not_continue(tmp_path: Path, plane: str
         assert again.server.failed is not None
         assert said in again.server.failed.message
     assert not (again.run_dir / "checkpoints").exists() or not list((again.run_dir / "checkpoints").iterdir())
-    fits = train(plane, tmp_path / "fits", sets | {"strategy.codec": "int8"}, resume=saved)
+    fits = train(plane, tmp_path / "fits", overrides | {"strategy.codec": "int8"}, resume=saved)
     assert fits.summary["status"] == "finished"
     leads = fits.ranks[0] if isinstance(fits, World) else fits.server
     said = "resumed at step 6; not as in the checkpoint: strategy.codec 'int8' (was not set)"

@@ -102,12 +102,12 @@ def test_eager_updates_are_those_of_a_loop_on_the_elastic_plane(tmp_path: Path, 
 def test_eager_updates_are_resumed_to_the_bit(tmp_path: Path, plane: str, options: dict[str, Any]) -> None:
     """With the result in flight, and what each worker has used of it already."""
     step = 5 if plane == "mesh" else 6
-    sets = EAGER | options | {"strategy.fragments": 2, "training.checkpoint_steps": step}
-    whole = train(plane, tmp_path / "whole", sets)
+    overrides = EAGER | options | {"strategy.fragments": 2, "training.checkpoint_steps": step}
+    whole = train(plane, tmp_path / "whole", overrides)
     saved = whole.run_dir / "checkpoints" / f"step-{step:08d}"
     # On the elastic plane workers have their own part in the run's directory.
     run_dir = whole.run_dir if plane == "elastic" else tmp_path / "again"
-    again = train(plane, run_dir, sets, resume=saved)
+    again = train(plane, run_dir, overrides, resume=saved)
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 

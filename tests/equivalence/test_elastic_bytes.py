@@ -40,7 +40,7 @@ BETWEEN_WORKERS = [
 
 def config_of(case: Case, *, workers: int) -> Config:
     run = {"strategy.name": case.strategy, "cluster.num_workers": workers}
-    return resolve(load_config([], sets=CONFIG | case.sets() | run))
+    return resolve(load_config([], overrides=CONFIG | case.overrides() | run))
 
 
 @pytest.mark.usual(when=lambda case: case.name in ("allreduce, int8", "fsdp 1, int8", "syncps, powersgd"))
@@ -52,7 +52,9 @@ def test_bytes_of_a_step_are_those_of_the_formula(tmp_path: Path, case: Case) ->
     counts = tmp_path / "counts"
     counts.mkdir()
     environ = {counted.FOLDER: str(counts)}
-    world = run_elastic_world(workers, tmp_path / "run", CONFIG | case.sets(), strategy=case.strategy, environ=environ)
+    world = run_elastic_world(
+        workers, tmp_path / "run", CONFIG | case.overrides(), strategy=case.strategy, environ=environ
+    )
     assert set(world.statuses.values()) == {0}, world.story()
     config = config_of(case, workers=workers)
     row = compare(config, steps_of(counts, config))
@@ -66,14 +68,18 @@ def test_bytes_of_a_step_are_those_of_the_formula(tmp_path: Path, case: Case) ->
 def test_a_dry_run_knows_what_a_codec_saves(tmp_path: Path, strategy: str) -> None:
     said = {}
     for codec in ("fp32", "int8", "powersgd"):
-        config = load_config([], sets={"strategy.name": strategy, "strategy.codec": codec, "training.device": "cpu"})
+        config = load_config(
+            [], overrides={"strategy.name": strategy, "strategy.codec": codec, "training.device": "cpu"}
+        )
         text = describe_run(config, workers=2, run_dir=RunDir(tmp_path / "run"), backend=None, plane="elastic")
         said[codec] = float(re.findall(r"a step sends (\S+) MiB", text)[0])
     assert said["fp32"] > 3 * said["int8"] > 6 * said["powersgd"] > 0
 
 
 def test_a_dry_run_says_on_which_plane_a_codec_has_no_effect(tmp_path: Path) -> None:
-    config = load_config([], sets={"strategy.name": "allreduce", "strategy.codec": "int8", "training.device": "cpu"})
+    config = load_config(
+        [], overrides={"strategy.name": "allreduce", "strategy.codec": "int8", "training.device": "cpu"}
+    )
     said = {
         plane: describe_run(config, workers=2, run_dir=RunDir(tmp_path / "run"), backend=None, plane=plane)
         for plane in ("mesh", "elastic")

@@ -44,8 +44,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def train(run_dir: Path, sets: dict[str, Any] | None = None, *, workers: int = 2, **world: Any) -> ElasticWorld:
-    return run_elastic_world(workers, run_dir, CONFIG | (sets or {}), strategy="diloco", task="Unlike", **world)
+def train(run_dir: Path, overrides: dict[str, Any] | None = None, *, workers: int = 2, **world: Any) -> ElasticWorld:
+    return run_elastic_world(workers, run_dir, CONFIG | (overrides or {}), strategy="diloco", task="Unlike", **world)
 
 
 def steps_of(lines: Lines) -> list[dict[int, int]]:
@@ -107,9 +107,9 @@ def test_machines_that_are_alike_train_as_with_a_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_resumed_to_the_bit(tmp_path: Path, codec: str) -> None:
     """In the run's directory, where each worker finds its moments and error feedback."""
-    environ, sets = {"TIMES": "1,3"}, {"strategy.codec": codec}
-    whole = train(tmp_path, sets, environ=environ)
-    again = train(tmp_path, sets, environ=environ, resume=tmp_path / "checkpoints" / "step-00000006")
+    environ, overrides = {"TIMES": "1,3"}, {"strategy.codec": codec}
+    whole = train(tmp_path, overrides, environ=environ)
+    again = train(tmp_path, overrides, environ=environ, resume=tmp_path / "checkpoints" / "step-00000006")
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
@@ -162,8 +162,8 @@ def test_unlike_machines_come_and_die_and_come_back(tmp_path: Path) -> None:
         done.touch()
 
     environ = {"REST": "0.3,0.3,1.2", "UNTIL": str(done)}
-    sets = {"training.steps": 600, "training.checkpoint_steps": 0}
-    world = train(tmp_path / "run", sets, workers=3, environ=environ, script=script)
+    overrides = {"training.steps": 600, "training.checkpoint_steps": 0}
+    world = train(tmp_path / "run", overrides, workers=3, environ=environ, script=script)
     assert_sound(world, steps=600)
     assert world.summary["samples"] == BATCH * sum(sum(own.values()) for own in steps_of(lines_of(world)))
 
@@ -186,25 +186,25 @@ def test_it_is_refused_where_it_cannot_be_with_what_to_do() -> None:
 
 @pytest.mark.parametrize("batch_size", ["auto", {"a": 2, "b": "auto"}])
 def test_samples_and_steps_by_speed_are_one_too_many(batch_size: object) -> None:
-    sets = {"strategy.name": "diloco", "strategy.inner_steps": "auto", "cluster.workers": ["a", "b"]}
-    config = resolve(load_config([], sets={**sets, "cluster.batch_size": batch_size}))
+    overrides = {"strategy.name": "diloco", "strategy.inner_steps": "auto", "cluster.workers": ["a", "b"]}
+    config = resolve(load_config([], overrides={**overrides, "cluster.batch_size": batch_size}))
     with pytest.raises(UserError, match=r"leave cluster\.batch_size out, or set strategy\.inner_steps to a number"):
         check_balance(config, read_options(config.strategy, plane="elastic")[0])
-    config = resolve(load_config([], sets={**sets, "cluster.batch_size": {"a": 2}}))
+    config = resolve(load_config([], overrides={**overrides, "cluster.batch_size": {"a": 2}}))
     check_balance(config, read_options(config.strategy, plane="elastic")[0])
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, "often"])
 def test_other_numbers_of_steps_are_refused(steps: object) -> None:
     with pytest.raises(UserError, match=r"strategy\.inner_steps = .* must be a whole number, at least 1, or auto"):
-        load_config([], sets={"strategy.name": "diloco", "strategy.inner_steps": steps})
+        load_config([], overrides={"strategy.name": "diloco", "strategy.inner_steps": steps})
 
 
 @pytest.mark.parametrize("own", [30, "auto"])
 def test_a_worker_whose_rounds_have_another_length_does_not_join(own: object) -> None:
-    sets = {"strategy.name": "diloco", "cluster.plane": "elastic"}
-    theirs = resolve(load_config([], sets=sets)).model_dump(mode="json")
-    mine = resolve(load_config([], sets={**sets, "strategy.inner_steps": own}))
+    overrides = {"strategy.name": "diloco", "cluster.plane": "elastic"}
+    theirs = resolve(load_config([], overrides=overrides)).model_dump(mode="json")
+    mine = resolve(load_config([], overrides={**overrides, "strategy.inner_steps": own}))
     with pytest.raises(
         UserError, match=f"strategy.inner_steps is {own!r} on rank 1 and not set on the server at here:1"
     ):

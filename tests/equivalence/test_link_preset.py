@@ -41,7 +41,7 @@ def test_thresholds_and_what_is_left_open() -> None:
 
 
 def test_a_plan_says_that_the_preset_is_open() -> None:
-    config = resolve(load_config([], sets={"task": f"{TASKS}:Double", "strategy.name": "diloco"}))
+    config = resolve(load_config([], overrides={"task": f"{TASKS}:Double", "strategy.name": "diloco"}))
     workload = Workload.open(config, find_task(config), num_ranks=2, device=torch.device("cpu"))
     (said,) = [line for line in describe_memory(workload, "mesh") if line.startswith("ranks 0-1")]
     assert said.endswith(f"({UNPICKED})")
@@ -147,9 +147,9 @@ def test_all_ranks_of_the_mesh_plane_pick_by_the_slowest_link(tmp_path: Path, ne
     places = [(network.namespace(host), network.address(host)) for host in range(2)]
     tweaks = {rank: [("smolcluster.engine.worker", "on_one_machine", operator.not_)] for rank in range(2)}
 
-    def train(name: str, sets: dict[str, Any], **world: Any) -> World:
+    def train(name: str, overrides: dict[str, Any], **world: Any) -> World:
         world |= {"places": places, "tweaks": tweaks}
-        return run_world(2, tmp_path / name, CONFIG | sets, task="Double", strategy="diloco", **world)
+        return run_world(2, tmp_path / name, CONFIG | overrides, task="Double", strategy="diloco", **world)
 
     network.slow(1, "8mbit")
     slow = train("slow", {"training.checkpoint_steps": 4})

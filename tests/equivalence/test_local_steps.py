@@ -61,8 +61,8 @@ def forget() -> None:
     strategies.find_record.cache_clear()
 
 
-def train(plane: str, run_dir: Path, sets: dict[str, Any], **world: Any) -> World | ElasticWorld:
-    config = CONFIG | {"cluster.plane": plane} | sets
+def train(plane: str, run_dir: Path, overrides: dict[str, Any], **world: Any) -> World | ElasticWorld:
+    config = CONFIG | {"cluster.plane": plane} | overrides
     run = run_world if plane == "mesh" else run_elastic_world
     return run(len(BATCHES), run_dir, config, **{"task": "Double", "strategy": "fedavg", **world})  # type: ignore[operator]
 
@@ -120,8 +120,8 @@ def test_workers_end_with_the_mean_of_what_each_does_alone(
 
 
 def test_a_codec_encodes_what_travels(tmp_path: Path, environ: dict[str, str]) -> None:
-    sets = {"strategy.options.local_steps": 3, "strategy.options.codec": "bf16"}
-    world = train("elastic", tmp_path / "run", sets, environ=environ)
+    overrides = {"strategy.options.local_steps": 3, "strategy.options.codec": "bf16"}
+    world = train("elastic", tmp_path / "run", overrides, environ=environ)
     assert world.summary["replicas_agree"] is True
     expected = averaged(3)
     for name, tensor in final_weights(world).items():
@@ -141,12 +141,12 @@ def test_an_outer_optimizer_with_momentum(tmp_path: Path, environ: dict[str, str
 @pytest.mark.parametrize("plane", ["mesh", "elastic"])
 def test_the_outer_state_is_resumed_with(tmp_path: Path, environ: dict[str, str], plane: str) -> None:
     """SGD without momentum keeps nothing inside, so that on both planes all that counts is in the checkpoint."""
-    sets = OUTER | {"training.checkpoint_steps": 4}
-    whole = train(plane, tmp_path / "whole", sets, strategy="outer", environ=environ)
+    overrides = OUTER | {"training.checkpoint_steps": 4}
+    whole = train(plane, tmp_path / "whole", overrides, strategy="outer", environ=environ)
     saved = whole.run_dir / "checkpoints" / "step-00000004"
-    again = train(plane, tmp_path / "again", sets, strategy="outer", environ=environ, resume=saved)
+    again = train(plane, tmp_path / "again", overrides, strategy="outer", environ=environ, resume=saved)
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    other = train(plane, tmp_path / "other", sets, strategy="fedavg", environ=environ, resume=saved)
+    other = train(plane, tmp_path / "other", overrides, strategy="fedavg", environ=environ, resume=saved)
     assert other.summary["weights_sha256"] != whole.summary["weights_sha256"]
     told = other.ranks[0].events if isinstance(other, World) else other.server.events
     assert any("shared state of outer: outer" in getattr(event, "message", "") for event in told)
@@ -167,12 +167,12 @@ def test_who_joins_gets_the_outer_state(tmp_path: Path, environ: dict[str, str])
         (tmp_path / "done").touch()
 
     alike = {key: value for key, value in CONFIG.items() if not key.startswith("cluster.")}
-    sets = alike | OUTER | {"cluster.plane": "elastic", "training.steps": 150, "cluster.num_workers": 2}
+    overrides = alike | OUTER | {"cluster.plane": "elastic", "training.steps": 150, "cluster.num_workers": 2}
     slow = {"SLOW_UNTIL": str(tmp_path / "done")}
     world = run_elastic_world(
         3,
         tmp_path / "run",
-        sets,
+        overrides,
         task="SlowTiny",
         strategy="outer",
         environ=environ | slow,

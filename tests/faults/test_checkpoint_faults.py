@@ -16,7 +16,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -538,47 +537,6 @@ def test_a_failed_removal_of_old_checkpoints_does_not_fail_the_save(
     assert "cannot remove" in caplog.text
     CheckpointStore(tmp_path, keep=1).save(snapshot_of(4))
     assert not list(tmp_path.glob(".tmp-*"))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 256 KiB."""
-    mount, umount = shutil.which("mount"), shutil.which("umount")
-    if mount is None or umount is None:
-        pytest.skip("needs mount")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True, text=True)
-    if made.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs: {made.stderr.strip()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run([umount, disk], check=True)
-
-
-def test_a_really_full_disk(small_disk: Path) -> None:
-    failed: list[CheckpointFailed] = []
-    saved: list[CheckpointSaved] = []
-    store = CheckpointStore(small_disk / "checkpoints", keep=1)
-    with Saver(store, on_saved=saved.append, on_failed=failed.append) as saver:
-        saver.submit(snapshot_of(1))
-        saver.wait()
-        ballast = small_disk / "ballast"
-        with contextlib.suppress(OSError):
-            ballast.write_bytes(b"x" * (1 << 20))
-        saver.submit(Snapshot(step=2, weights={"w": torch.ones(1 << 14)}))
-        saver.wait()
-        assert [f.step for f in failed] == [2]
-        assert "No space left" in failed[0].reason
-        assert_same(store.load(), snapshot_of(1))
-        assert sorted(path.name for path in store.folder.iterdir()) == [".lock", "latest", "step-00000001"]
-
-        ballast.unlink()
-        saver.submit(snapshot_of(3))
-        saver.wait()
-    assert [s.step for s in saved] == [1, 3]
-    assert_same(store.load(), snapshot_of(3))
 
 
 # Damage

@@ -796,7 +796,7 @@ def test_chaos_and_abuse_keep_the_time_limits_of_the_product(tmp_path: Path, mon
         run_chaos("syncps", tmp_path / "chaos", workers=2, steps=5, staleness_bound=0, network=None)
     with pytest.raises(InterruptedError):
         abuse.attack("syncps", tmp_path / "abuse", attacks=(), frames_each=1, seed=1)
-    fresh = resolve(load_config([], sets={"strategy.name": "syncps"}))
+    fresh = resolve(load_config([], overrides={"strategy.name": "syncps"}))
     for config in begun:
         assert config.cluster.silence_timeout == fresh.cluster.silence_timeout == PROMPT["cluster.silence_timeout"]
         assert config.cluster.stall_timeout == fresh.cluster.stall_timeout == PROMPT["cluster.stall_timeout"]

@@ -1,4 +1,4 @@
-"""Sharded optimizer state outlives its owner: its buddy takes the step in its place and hands the state on."""
+"""Sharded optimizer state outlives its owner: its backup takes the step in its place and hands the state on."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tools import fuzz
 from tools.abuse import outside, serving, training
-from tools.fuzz import TARGETS, Kind, Message, Peers, Seated, Switchboard, View
+from tools.fuzz import TARGETS, Kind, Message, Peers, Switchboard, View, ViewMember
 
 from smolcluster.comm.elastic.membership import roster
 from smolcluster.comm.elastic.membership.roster import MAX_NAMES, RANK_JOINS, JoinLimit, MemberGone
@@ -75,8 +75,8 @@ def test_checksums_are_made_to_fit() -> None:
 
 
 def test_an_event_of_brackets_does_not_end_the_server() -> None:
-    office = fuzz._Office()
-    office.say(0, Message(kind=Kind.EVENT, meta={"event": "[" * 100_000}))
+    server = fuzz._RosterServer()
+    server.say(0, Message(kind=Kind.EVENT, meta={"event": "[" * 100_000}))
 
 
 def test_little_is_kept_for_one_that_is_no_member_and_nothing_after_it() -> None:
@@ -84,7 +84,7 @@ def test_little_is_kept_for_one_that_is_no_member_and_nothing_after_it() -> None
     worker = network.transport(fuzz._peer("worker", 0))
     peers = Peers(worker)
     address = peers.listen("here", 0)
-    fuzz._formed(peers, View(5, 0, (Seated(0, worker.me.instance, "h", address),)), network)
+    fuzz._formed(peers, View(5, 0, (ViewMember(0, worker.me.instance, "h", address),)), network)
     stranger = fuzz._Party(network.transport(fuzz._peer("worker", 7)))
     stranger.transport.dial(address, stranger)
     network.advance(0.05)
@@ -108,46 +108,46 @@ def test_little_is_kept_for_one_that_is_no_member_and_nothing_after_it() -> None
 
 def test_an_instance_that_others_can_read_is_not_enough_to_take_a_seat() -> None:
     """Every worker knows the instance and the rank of every other, from views."""
-    office = fuzz._Office()
-    thief = fuzz._Party(office.network.transport(office.parties[0].transport.me))
+    server = fuzz._RosterServer()
+    thief = fuzz._Party(server.network.transport(server.parties[0].transport.me))
 
     def join(secret: object) -> None:
-        thief.transport.dial(office.address, thief)
-        office.network.advance(0.05)
+        thief.transport.dial(server.address, thief)
+        server.network.advance(0.05)
         thief.link.send(Message(kind=Kind.JOIN, meta=fuzz.JOIN | {"secret": secret}))
-        office.listen()
+        server.listen()
 
     for secret in (None, "", 7, "a guess"):
         join(secret)
-        assert office.roster.newcomers == []
-        assert office.roster.members[0].link.open
-    assert office.roster.refused.total() == 4
-    join(office.secrets[0])  # it was the process itself, over another link
-    assert [member.rank for member in office.roster.newcomers] == [0]
-    assert "secret" not in office.roster.newcomers[0].said
+        assert server.roster.newcomers == []
+        assert server.roster.members[0].link.open
+    assert server.roster.refused.total() == 4
+    join(server.secrets[0])  # it was the process itself, over another link
+    assert [member.rank for member in server.roster.newcomers] == [0]
+    assert "secret" not in server.roster.newcomers[0].said
 
 
 @pytest.mark.parametrize("size", [True, 0, -1, 4.0, "4", None, fuzz.SAMPLES + 1])
 def test_a_batch_size_is_a_number_of_samples(size: object) -> None:
     """JSON's `true` is an int to Python, and no position in the data to a server that reads its own record."""
-    office = fuzz._Office()
-    office.say(1, Message(kind=Kind.JOIN, meta=fuzz.JOIN | {"batch_size": size}))
-    assert office.roster.newcomers == []
-    assert office.roster.refused.total() == 1
+    server = fuzz._RosterServer()
+    server.say(1, Message(kind=Kind.JOIN, meta=fuzz.JOIN | {"batch_size": size}))
+    assert server.roster.newcomers == []
+    assert server.roster.refused.total() == 1
 
 
 @pytest.mark.parametrize(("step", "taken"), [(7, 7), (True, 0), (-1, 0), (2**64 - 1, 0), ("7", 0), (None, 0)])
 def test_a_member_goes_on_with_a_step_that_there_can_be(step: object, taken: int) -> None:
-    office = fuzz._Office()
-    office.say(1, Message(kind=Kind.JOIN, meta=fuzz.JOIN | {"step": step}))
-    (newcomer,) = office.roster.newcomers
+    server = fuzz._RosterServer()
+    server.say(1, Message(kind=Kind.JOIN, meta=fuzz.JOIN | {"step": step}))
+    (newcomer,) = server.roster.newcomers
     assert (newcomer.step, type(newcomer.step)) == (taken, int)
 
 
 def test_a_reason_that_quotes_a_member_is_one_short_line() -> None:
-    office = fuzz._Office()
-    office.roster.evict(office.roster.members[0], "it sent \x1b[2J" + "x" * 10**6)
-    gone = office.roster.get(0)
+    server = fuzz._RosterServer()
+    server.roster.evict(server.roster.members[0], "it sent \x1b[2J" + "x" * 10**6)
+    gone = server.roster.get(0)
     assert isinstance(gone, MemberGone)
     assert len(gone.reason) <= 500
     assert gone.reason.isprintable()
@@ -163,12 +163,12 @@ def row(**fields: Any) -> Message:
 
 
 def test_a_row_of_another_role_or_rank_is_dropped_and_its_host_is_the_members() -> None:
-    office = fuzz._Office()
+    server = fuzz._RosterServer()
     for said in ({"rank": 1}, {"role": "server"}, {"rank": 8, "role": "server"}, {"step": -1}, {"step": 1 << 60}):
-        office.say(0, row(**said))
-    assert office.rows == []
-    office.say(0, row(host="the server's"))
-    assert [(told.rank, told.role, told.host) for told in office.rows] == [(0, "worker", "host0")]
+        server.say(0, row(**said))
+    assert server.rows == []
+    server.say(0, row(host="the server's"))
+    assert [(told.rank, told.role, told.host) for told in server.rows] == [(0, "worker", "host0")]
 
 
 def test_rows_of_a_member_are_bounded_by_the_progress_of_the_run() -> None:
@@ -178,10 +178,10 @@ def test_rows_of_a_member_are_bounded_by_the_progress_of_the_run() -> None:
     assert rows.admits(1, "row", samples=50)
     assert rows.admits(0, "row", samples=51)
     assert [rows.first_refusal(rank) for rank in (0, 0, 1)] == [True, False, True]
-    office = fuzz._Office()
+    server = fuzz._RosterServer()
     for _ in range(FIRST_ROWS + 3):
-        office.say(0, row())
-    assert len(office.rows) == FIRST_ROWS, "a server does not ask"
+        server.say(0, row())
+    assert len(server.rows) == FIRST_ROWS, "a server does not ask"
 
 
 def test_a_member_cannot_join_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,33 +200,33 @@ def test_a_member_cannot_join_without_end(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_joining_again_and_again_leaves_others_undisturbed() -> None:
-    office = fuzz._Office()
+    server = fuzz._RosterServer()
     for _ in range(4 * RANK_JOINS[0]):  # every other one ends the link that it has
-        office.say(1, Message(kind=Kind.JOIN, meta=dict(fuzz.JOIN)))
-        office.welcome()
-    assert office.roster.joined <= RANK_JOINS[0] + 2
-    assert 0 in office.roster.members
+        server.say(1, Message(kind=Kind.JOIN, meta=dict(fuzz.JOIN)))
+        server.welcome()
+    assert server.roster.joined <= RANK_JOINS[0] + 2
+    assert 0 in server.roster.members
 
 
 def test_a_report_is_numbers_and_short_texts() -> None:
-    office = fuzz._Office()
+    server = fuzz._RosterServer()
     said = {"step": 3, "loss": None, "weights_sha256": "a" * 64, "long": "x" * 5000, "deep": [[1]] * 1000}
-    office.say(0, Message(kind=Kind.REPORT, meta=said | {f"n{n}": n for n in range(1000)}))
-    report = office.roster.members[0].report
+    server.say(0, Message(kind=Kind.REPORT, meta=said | {f"n{n}": n for n in range(1000)}))
+    report = server.roster.members[0].report
     assert report.items() >= {"step": 3, "loss": None, "weights_sha256": "a" * 64}.items()
     assert len(report) <= 64
     assert not {"long", "deep"} & set(report)
 
 
 def test_of_a_rank_that_leaves_again_and_again_the_last_report_is_kept() -> None:
-    office = fuzz._Office()
+    server = fuzz._RosterServer()
     for step in range(3):
-        office.say(1, Message(kind=Kind.JOIN, meta=dict(fuzz.JOIN)))
-        office.welcome()
-        office.say(1, Message(kind=Kind.REPORT, meta={"last": step}))
-        office.parties[1].link.close("done")
-        office.listen()
-    assert office.roster.reports == [{"last": 2}]
+        server.say(1, Message(kind=Kind.JOIN, meta=dict(fuzz.JOIN)))
+        server.welcome()
+        server.say(1, Message(kind=Kind.REPORT, meta={"last": step}))
+        server.parties[1].link.close("done")
+        server.listen()
+    assert server.roster.reports == [{"last": 2}]
 
 
 # A run

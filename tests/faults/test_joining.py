@@ -6,9 +6,7 @@ the state does not come until the test says so. What happens meanwhile is read i
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.faults.elastic_history import assert_sound, changes, commits, lines_of, log_of, wait_for_history
+from tests.relay import Relay
 from tests.world import ElasticWorld, run_elastic_world
 
 STEPS = 40
@@ -45,70 +44,35 @@ FOLLOWS = "receives the state while the others train"
 NEWCOMER = 2
 
 
-class Relay:
-    """Forwards connections to the server; what comes from there only drop by drop, until it is opened."""
+class Trickle(Relay):
+    """What comes from the server comes only drop by drop, until it is opened."""
 
     def __init__(self) -> None:
+        super().__init__(pace=self._held_up)
         self.withheld_at: float | None = None  # when the state began to be held up
         self.opened = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._target = ("", 0)
-        self._sockets = [self._listener]
+
+    def _held_up(self, passed: int) -> int:
+        if passed <= FREE_BYTES or self.opened.is_set():
+            return 64 << 10
+        self.withheld_at = self.withheld_at or time.time()
+        self.opened.wait(TRICKLE_S)
+        return TRICKLE_BYTES
 
     def via(self, rank: int, server: str) -> str:
         if rank != NEWCOMER:
             return server
-        host, _, port = server.rpartition(":")
-        self._target = (host, int(port))
-        threading.Thread(target=self._accept, daemon=True).start()
-        return f"127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.socket()
-                self._sockets += [near, far]
-                far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
-                far.connect(self._target)
-                threading.Thread(target=self._forward, args=(near, far), daemon=True).start()
-                threading.Thread(target=self._forward, args=(far, near), kwargs={"slowly": True}, daemon=True).start()
-
-    def _forward(self, source: socket.socket, target: socket.socket, *, slowly: bool = False) -> None:
-        passed = 0
-        with contextlib.suppress(OSError):
-            while True:
-                held_up = slowly and passed > FREE_BYTES and not self.opened.is_set()
-                if held_up:
-                    self.withheld_at = self.withheld_at or time.time()
-                    self.opened.wait(TRICKLE_S)
-                data = source.recv(TRICKLE_BYTES if held_up else 64 << 10)
-                if not data:
-                    break
-                target.sendall(data)
-                passed += len(data)
-        _end(source, target)
-
-    def close(self) -> None:
-        _end(*self._sockets)
-
-
-def _end(*sockets: socket.socket) -> None:
-    """As the system does when a process dies: the other side is told, also where it still has something to send."""
-    for end in sockets:
-        with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)  # whoever waits for it wakes up
-        end.close()
+        self.target = server
+        return self.address
 
 
 @pytest.fixture
-def relay() -> Iterator[Relay]:
-    relay = Relay()
-    yield relay
-    relay.close()
+def relay() -> Iterator[Trickle]:
+    with Trickle() as relay:
+        yield relay
 
 
-def run(kind: str, run_dir: Path, relay: Relay, **options: Any) -> ElasticWorld:
+def run(kind: str, run_dir: Path, relay: Trickle, **options: Any) -> ElasticWorld:
     strategy, chosen = KINDS[kind]
     options = {"slow": dict.fromkeys(range(3), 0.2), "start": [0, 1]} | options
     return run_elastic_world(
@@ -116,7 +80,7 @@ def run(kind: str, run_dir: Path, relay: Relay, **options: Any) -> ElasticWorld:
     )
 
 
-def hold_up(world: ElasticWorld, relay: Relay) -> None:
+def hold_up(world: ElasticWorld, relay: Trickle) -> None:
     """Start the newcomer; return when its state is on the way and is held up."""
     world.wait_for_step(3)
     world.start(NEWCOMER)
@@ -147,7 +111,7 @@ def wait_until_it_counts(world: ElasticWorld) -> None:
 
 @pytest.mark.usual(when=lambda kind: kind in ("syncps", "allreduce, int8", "fsdp, stage 0"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_others_train_while_a_newcomer_gets_its_state(tmp_path: Path, relay: Relay, kind: str) -> None:
+def test_the_others_train_while_a_newcomer_gets_its_state(tmp_path: Path, relay: Trickle, kind: str) -> None:
     def script(world: ElasticWorld) -> None:
         hold_up(world, relay)
         wait_for_commits(world, 3, after=announced(world))
@@ -164,7 +128,7 @@ def test_the_others_train_while_a_newcomer_gets_its_state(tmp_path: Path, relay:
         assert len(before) >= 3, "it was a member before it had the state"
 
 
-def test_the_others_wait_for_one_that_is_too_slow_to_catch_up(tmp_path: Path, relay: Relay) -> None:
+def test_the_others_wait_for_one_that_is_too_slow_to_catch_up(tmp_path: Path, relay: Trickle) -> None:
     """Results would pile up for it: after some of them training pauses, and says so."""
     said = "receives the state more slowly than the others train: they wait for it"
 
@@ -181,7 +145,7 @@ def test_the_others_wait_for_one_that_is_too_slow_to_catch_up(tmp_path: Path, re
 
 
 @pytest.mark.parametrize("killed", [0, NEWCOMER], ids=["a member", "the newcomer"])
-def test_whoever_dies_meanwhile_costs_the_others_nothing_more(tmp_path: Path, relay: Relay, killed: int) -> None:
+def test_whoever_dies_meanwhile_costs_the_others_nothing_more(tmp_path: Path, relay: Trickle, killed: int) -> None:
     """Rank 0 is the one that the state came from."""
 
     def script(world: ElasticWorld) -> None:

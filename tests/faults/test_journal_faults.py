@@ -31,6 +31,7 @@ import pytest
 import torch
 from tests.faults import test_checkpoint_faults as model
 from tests.faults.test_checkpoint_faults import Crash, ModelFile, Survivor, build, power_cut
+from tests.places import small_disk
 from torch import Tensor
 
 from smolcluster.durable_files import Files, OutputFile, size_on_disk
@@ -795,19 +796,18 @@ def test_a_snapshot_that_failed_is_tried_again_before_the_log_has_doubled(tmp_pa
         assert not journal.should_snapshot, "the log that was replaced still counts"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 256 KiB."""
-    yield from model.small_disk.__wrapped__(tmp_path)
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path, kilobytes=256) as disk:
+        fill_it(disk)
 
 
-def test_a_really_full_disk(small_disk: Path) -> None:
-    folder = small_disk / "journal"
+def fill_it(disk: Path) -> None:
+    folder = disk / "journal"
     big = torch.zeros(1 << 13)  # 32 KiB
-    ballast = small_disk / "ballast"
+    ballast = disk / "ballast"
 
     def free() -> int:
-        return shutil.disk_usage(small_disk).free
+        return shutil.disk_usage(disk).free
 
     with Journal(folder) as journal:
         journal.recover()

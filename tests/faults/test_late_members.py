@@ -49,9 +49,9 @@ SETTINGS: dict[str, Any] = {
 CODECS = {"dense": {}, "int8": {"strategy.codec": "int8"}}
 
 
-def run(run_dir: Path, sets: dict[str, Any], *, workers: int = 3, **options: Any) -> ElasticWorld:
+def run(run_dir: Path, overrides: dict[str, Any], *, workers: int = 3, **options: Any) -> ElasticWorld:
     options = {"slow": dict.fromkeys(range(workers), 0.02)} | options
-    return run_elastic_world(workers, run_dir, SETTINGS | sets, task="OwnNumber", strategy="diloco", **options)
+    return run_elastic_world(workers, run_dir, SETTINGS | overrides, task="OwnNumber", strategy="diloco", **options)
 
 
 def without(lines: Lines, instance: str, *, after: float) -> Lines:
@@ -140,8 +140,8 @@ def test_a_silent_worker_keeps_its_round_too(tmp_path: Path) -> None:
         world.thaw(1)
         stall.end(world)
 
-    sets = PROMPT | {"cluster.stall_timeout": 120.0, "training.steps": 80}
-    world = run(tmp_path, sets, script=script, environ=stall.environ)
+    overrides = PROMPT | {"cluster.stall_timeout": 120.0, "training.steps": 80}
+    world = run(tmp_path, overrides, script=script, environ=stall.environ)
     assert_sound(world, steps=80)
     assert "silent for" in changes(lines_of(world), "paused", 1)[0]["reason"]
     assert_counts_on_return(world, 1)

@@ -6,10 +6,7 @@ of its own, so the weights at the end say which steps counted.
 
 from __future__ import annotations
 
-import contextlib
 import re
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +25,7 @@ from tests.faults.elastic_history import (
     wait_for_history,
 )
 from tests.faults.test_late_members import RATE, H, counted_steps, run
+from tests.relay import Relay
 from tests.world import ElasticWorld
 
 from smolcluster.engine.checkpoint.store import read_checkpoint
@@ -36,71 +34,20 @@ LAPTOP, STEPS = 2, 160
 WAIT_FOR_ALL = {"strategy.quorum": 1.0, "training.steps": STEPS}
 
 
-class Cuttable:
-    """Forwards connections to the server, until it is cut."""
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with Relay() as relay:
+        yield relay
 
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._target = ("", 0)
-        self._ends: list[socket.socket] = []
-        self._is_cut = threading.Event()
 
-    def via(self, rank: int, server: str) -> str:
+def leave_and_return(run_dir: Path, relay: Relay, overrides: dict[str, Any], *, until: str = "") -> ElasticWorld:
+    """The laptop is gone while the others commit three rounds, and until its log has this text."""
+
+    def via(rank: int, server: str) -> str:
         if rank != LAPTOP:
             return server
-        host, _, port = server.rpartition(":")
-        self._target = (host, int(port))
-        threading.Thread(target=self._accept, daemon=True).start()
-        return f"127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def cut(self) -> None:
-        self._is_cut.set()
-        for end in self._ends:
-            _shut(end)
-
-    def heal(self) -> None:
-        self._is_cut.clear()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.socket()
-                self._ends += [near, far]
-                if self._is_cut.is_set():
-                    _shut(near)
-                    continue
-                far.connect(self._target)
-                for source, target in ((near, far), (far, near)):
-                    threading.Thread(target=self._forward, args=(source, target), daemon=True).start()
-
-    def _forward(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(64 << 10):
-                target.sendall(data)
-        _shut(source)
-        _shut(target)
-
-    def close(self) -> None:
-        for end in (self._listener, *self._ends):
-            _shut(end)
-            end.close()
-
-
-def _shut(end: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.fixture
-def relay() -> Iterator[Cuttable]:
-    relay = Cuttable()
-    yield relay
-    relay.close()
-
-
-def leave_and_return(run_dir: Path, relay: Cuttable, sets: dict[str, Any], *, until: str = "") -> ElasticWorld:
-    """The laptop is gone while the others commit three rounds, and until its log has this text."""
+        relay.target = server
+        return relay.address
 
     def script(world: ElasticWorld) -> None:
         world.wait_for_step(2 * H)
@@ -116,7 +63,7 @@ def leave_and_return(run_dir: Path, relay: Cuttable, sets: dict[str, Any], *, un
         relay.heal()
         wait_for_counted(world, LAPTOP, after=time.time())
 
-    world = run(run_dir, WAIT_FOR_ALL | sets, script=script, via=relay.via)
+    world = run(run_dir, WAIT_FOR_ALL | overrides, script=script, via=via)
     assert_sound(world, steps=STEPS)
     assert len(changes(lines_of(world), "left", LAPTOP)) >= 1
     assert world.summary["replicas_agree"] is True
@@ -129,9 +76,9 @@ def uncounted_steps(world: ElasticWorld) -> float:
     return float(weights[LAPTOP]) / RATE - counted_steps(lines_of(world), LAPTOP)
 
 
-def test_what_it_computed_alone_is_merged(tmp_path: Path, relay: Cuttable) -> None:
-    sets = {"strategy.offline": True, "strategy.max_rounds_apart": 1000}
-    world = leave_and_return(tmp_path, relay, sets, until="training goes on alone")
+def test_what_it_computed_alone_is_merged(tmp_path: Path, relay: Relay) -> None:
+    overrides = {"strategy.offline": True, "strategy.max_rounds_apart": 1000}
+    world = leave_and_return(tmp_path, relay, overrides, until="training goes on alone")
     said = re.search(
         r"back after (\d+) steps alone; their (\d+) samples are in no epoch's count", log_of(world, LAPTOP)
     )
@@ -145,14 +92,16 @@ def test_what_it_computed_alone_is_merged(tmp_path: Path, relay: Cuttable) -> No
 
 
 @pytest.mark.slow
-def test_without_the_option_it_waits(tmp_path: Path, relay: Cuttable) -> None:
+def test_without_the_option_it_waits(tmp_path: Path, relay: Relay) -> None:
     world = leave_and_return(tmp_path, relay, {})
     assert uncounted_steps(world) == pytest.approx(0.0, abs=1e-6)
     assert "alone" not in log_of(world, LAPTOP)
 
 
-def test_what_is_too_old_is_dropped(tmp_path: Path, relay: Cuttable) -> None:
-    sets = {"strategy.offline": True, "strategy.max_rounds_apart": 1}
-    world = leave_and_return(tmp_path, relay, sets, until=f"{H} steps were taken alone: waiting for the coordinator")
+def test_what_is_too_old_is_dropped(tmp_path: Path, relay: Relay) -> None:
+    overrides = {"strategy.offline": True, "strategy.max_rounds_apart": 1}
+    world = leave_and_return(
+        tmp_path, relay, overrides, until=f"{H} steps were taken alone: waiting for the coordinator"
+    )
     assert uncounted_steps(world) == pytest.approx(0.0, abs=1e-6)
     assert re.search(r"is dropped: it is \d+ rounds behind, strategy.max_rounds_apart is 1", log_of(world, LAPTOP))

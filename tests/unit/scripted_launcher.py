@@ -27,8 +27,8 @@ def main() -> None:
     endpoint.SILENT_S = rendezvous.SILENT_S = float(silent_s)
     restart._PROCESS, restart.plan_world_sizes = "tests.unit.scripted_process", plans  # type: ignore[assignment]
     wish = parse_elastic(size, workers=int(workers), endpoint=address)
-    sets = {"strategy.name": "allreduce", "cluster.num_workers": wish.max_workers, "cluster.standby": False}
-    config = resolve(load_config([], sets=sets))
+    overrides = {"strategy.name": "allreduce", "cluster.num_workers": wish.max_workers, "cluster.standby": False}
+    config = resolve(load_config([], overrides=overrides))
     run = Prepared(config=config, workers=wish.max_workers, run_dir=RunDir(Path(folder)))
     try:
         restart.run_restarting(run, wish, sinks=[ConsoleSink()])

@@ -411,7 +411,7 @@ def test_peers_are_run_beside_a_few_of_ours(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_workers_have_the_same_weights_and_share_the_samples_of_a_step() -> None:
     def work(batch_size: int, rank: int, size: int) -> Work:
-        config = make_config(Shape("tiny", 16, 1, 2, 8, batch_size), steps=4, sets={"training.device": "cpu"})
+        config = make_config(Shape("tiny", 16, 1, 2, 8, batch_size), steps=4, overrides={"training.device": "cpu"})
         return Work(config, rank=rank, size=size)
 
     alone, *parts = work(4, 0, 1), work(2, 0, 2), work(2, 1, 2)

@@ -43,7 +43,7 @@ def test_every_case_is_run_with_every_seed() -> None:
 
 def test_single_takes_the_samples_of_all_workers_in_as_many_steps() -> None:
     single = p14.single_of(EDP)
-    configs = [resolve(load_config(["default"], sets=order.sets())) for order in (EDP, single)]
+    configs = [resolve(load_config(["default"], overrides=order.overrides())) for order in (EDP, single)]
     per_step = [config.training.batch_size * (config.cluster.num_workers or 1) for config in configs]  # type: ignore[operator]
     assert per_step == [64, 64]
     assert configs[0].training.steps == configs[1].training.steps

@@ -69,8 +69,8 @@ def test_the_mean_is_over_the_contributions_that_arrive() -> None:
 
 def test_a_worker_goes_on_from_its_own_weights_when_its_contribution_is_lost() -> None:
     """With all lost each worker trains for itself, and the common weights stay."""
-    sets = {"training.device": "cpu", "strategy.name": "diloco", "strategy.inner_steps": 2, "training.seed": 1}
-    config = make_config(TINY, steps=5, sets=sets)
+    overrides = {"training.device": "cpu", "strategy.name": "diloco", "strategy.inner_steps": 2, "training.seed": 1}
+    config = make_config(TINY, steps=5, overrides=overrides)
 
     def train(group: Group) -> tuple[list[torch.Tensor], list[torch.Tensor], Ours]:
         ours = Ours(Work(config, rank=group.rank, size=group.size), group, dropped=1.0)
@@ -95,7 +95,7 @@ def test_a_worker_goes_on_from_its_own_weights_when_its_contribution_is_lost() -
 
 
 def test_contributions_can_be_dropped_only_where_there_are_rounds() -> None:
-    config = make_config(TINY, steps=4, sets={"training.device": "cpu", "strategy.name": "allreduce"})
+    config = make_config(TINY, steps=4, overrides={"training.device": "cpu", "strategy.name": "allreduce"})
     (group,) = MemoryGroup.world(1)
     with pytest.raises(UserError, match="no rounds of local steps"):
         Ours(Work(config, rank=0, size=1), group, dropped=0.5)
@@ -107,7 +107,7 @@ def test_every_setting_is_valid_and_those_that_train_alike_run_once() -> None:
         names = [setting.name for setting in group()]
         assert len(set(names)) == len(names)
     for setting in settings:
-        make_config(trends._shape(setting.workers), steps=4, sets=setting.method.sets())
+        make_config(trends._shape(setting.workers), steps=4, overrides=setting.method.overrides())
         assert trends._shape(setting.workers).batch_size * setting.workers == trends.SAMPLES
     alike = {}
     for setting in settings:

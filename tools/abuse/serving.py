@@ -254,7 +254,9 @@ def written(folder: Path) -> Path:
     run = folder / "run"
     if run.exists():
         return run
-    config = load_config(["gpt"], sets={"data.tokenizer": "bytes", **{f"model.{name}": n for name, n in MODEL.items()}})
+    config = load_config(
+        ["gpt"], overrides={"data.tokenizer": "bytes", **{f"model.{name}": n for name, n in MODEL.items()}}
+    )
     generator = torch.Generator().manual_seed(1)
     weights = {
         name: 0.3 * torch.randn(shape, generator=generator) + float(name.endswith("norm.weight"))

@@ -70,8 +70,7 @@ def check(
     found = examine_cluster(
         file,
         train=sources or [],
-        overrides=override or [],
-        sets={"strategy.name": strategy},
+        overrides=[*(override or []), ("strategy.name", strategy)],
         accept_new=accept_new,
     )
     return report(found, as_json=as_json)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from smolcluster.cli.screen import print_text
 
 if TYPE_CHECKING:
+    from smolcluster.config import Overrides
     from smolcluster.launch.doctor.layers import Finding
 
 EXAMPLES = """Examples:
@@ -62,8 +63,7 @@ def examine_cluster(
     file: Path,
     *,
     train: Sequence[str] = (),
-    overrides: Sequence[str] = (),
-    sets: Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
     accept_new: bool = False,
 ) -> list[Finding]:
     """Check the machines of a cluster file, with the arguments of `up`: the strategy decides which machine leads."""
@@ -71,7 +71,7 @@ def examine_cluster(
     from smolcluster.launch.cluster.request import read_cluster
     from smolcluster.launch.doctor import cluster
 
-    request = read_cluster(file, train=train, overrides=overrides, sets=sets)
+    request = read_cluster(file, train=train, overrides=overrides)
     layout = plan_layout(request.config, name=request.name, run="check")
     return asyncio.run(cluster.examine(layout, accept_new=accept_new))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -133,14 +133,17 @@ class OwnerOptions:
     ] = None
 
     def spec(
-        self, rank: int, host: str, *, server: str | None, sets: Mapping[str, Any] | None = None, **more: Any
+        self, rank: int, host: str, *, server: str | None, precision: str | None = None, **more: Any
     ) -> WorkerSpec:
-        """Return the spec of the worker. `sets`: further keys of its own; `more`: as of `worker_spec`."""
+        """Return the spec of the worker. `more`: as of `worker_spec`."""
+        from smolcluster.config import flag_overrides
         from smolcluster.launch.join.worker import worker_spec
 
         root = None if self.data_root is None else str(self.data_root.resolve())
-        own = {"training.device": self.device, "data.root": root, **(sets or {})}
-        return worker_spec(rank, host, server=server, task=self.task, overrides=self.override or [], sets=own, **more)
+        flags = flag_overrides(device=self.device, data_root=root, precision=precision)
+        return worker_spec(
+            rank, host, server=server, task=self.task, overrides=[*(self.override or []), *flags.items()], **more
+        )
 
 
 _shorthand = panel("Model and training (the same as --override)")
@@ -161,11 +164,11 @@ class ModelFlags:
         bool, _shorthand("--use-gradient-checkpointing", help="training.gradient_checkpointing=true")
     ] = False
 
-    def sets(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         """Return those that were given, by dotted name."""
-        from smolcluster.config import flag_sets
+        from smolcluster.config import flag_overrides
 
-        return flag_sets(dataclasses.asdict(self))
+        return flag_overrides(**dataclasses.asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ def plan(
 
     if not memory:
         raise UserError("nothing to plan: `smolcluster plan --memory` shows the bytes of each rank for every strategy")
-    prepared = prepare(sources or [], overrides=override or [], sets=flags.sets() | _nodes(nodes))
+    prepared = prepare(sources or [], overrides=[*(override or []), *flags.overrides().items(), *_nodes(nodes).items()])
     from smolcluster.planner.report import plan_memory
 
     found = plan_memory(

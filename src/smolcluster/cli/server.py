@@ -39,12 +39,14 @@ def server(
     override: options.Override = None,
     resume: options.Resume = None,
 ) -> int:
+    from smolcluster.config import flag_overrides
     from smolcluster.launch.local.elastic import run_elastic
-    from smolcluster.launch.prepare import prepare, sets_of
+    from smolcluster.launch.prepare import prepare
 
-    sets = sets_of(strategy=strategy, workers=workers, plane="elastic", steps=steps, seed=seed)
-    sets |= {"cluster.bind": bind, "cluster.port": port}
-    prepared = prepare(sources or [], overrides=override or [], sets=sets, run_dir=run_dir, resume=resume)
+    flags = flag_overrides(
+        strategy=strategy, workers=workers, plane="elastic", bind=bind, port=port, steps=steps, seed=seed
+    )
+    prepared = prepare(sources or [], overrides=[*(override or []), *flags.items()], run_dir=run_dir, resume=resume)
     cluster = prepared.config.cluster
     if cluster.server in cluster.host_ip and "bind" not in cluster.model_fields_set:
         addresses = set(cluster.host_ip.values())  # where the hosts find this server

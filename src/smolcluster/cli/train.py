@@ -93,9 +93,10 @@ def train(
     ranks: RankFlags,
     flags: options.TrainingFlags,
 ) -> int:
+    from smolcluster.config import flag_overrides
     from smolcluster.engine.run_dir import RunDir
     from smolcluster.launch.environment import assigned_rank
-    from smolcluster.launch.prepare import prepare, sets_of
+    from smolcluster.launch.prepare import prepare
     from smolcluster.launch.restart.endpoint import is_local_endpoint
     from smolcluster.launch.restart.plan import check_restartable
 
@@ -108,15 +109,21 @@ def train(
     workers = workers if size is None else size
     elastic = restarts.elastic_range(workers, place)
     workers = elastic.max_workers if elastic is not None else workers
-    sets = sets_of(strategy=run.strategy, workers=workers, plane=run.plane, steps=run.steps, seed=run.seed)
-    sets |= flags.sets() | {"training.profile": profile, "strategy.draw_schedule": draw_schedule or None}
+    own = flag_overrides(
+        strategy=run.strategy,
+        workers=workers,
+        plane=run.plane,
+        steps=run.steps,
+        seed=run.seed,
+        profile=profile,
+        draw_schedule=draw_schedule,
+    )
     started_again = place is not None and place.restarts > 0
     if started_again and run_dir is not None and RunDir(run_dir).has_checkpoints():
         resume = "latest"
     prepared = prepare(
         run.sources or [],
-        overrides=run.override or [],
-        sets=sets,
+        overrides=[*(run.override or []), *own.items(), *flags.overrides().items()],
         run_dir=run_dir,
         resume=resume,
         backend=run.backend or ("gloo" if no_nccl else None),

@@ -56,7 +56,7 @@ def worker(
         sources=sources or [],
         strategy=strategy,
         batch_size=batch_size,
-        sets={"training.precision": precision},
+        precision=precision,
         local_rank=local_rank,
         local_world_size=local_world_size,
     )

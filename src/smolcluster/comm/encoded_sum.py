@@ -31,9 +31,9 @@ from smolcluster.comm.codecs import Codec, CodecError, Feedback
 from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
 from smolcluster.comm.contributions import Contributions, MessageLayout, of_names, pretend
 from smolcluster.comm.elastic.collectives.schedule import piece_elements
-from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Group, Work
 from smolcluster.comm.rounds import Combination, Committed, UnreadableContribution
+from smolcluster.comm.view import View
 
 PARTS, MEANS = "parts/", "means/"  # name prefixes of error feedback: of contributions, of owned means
 Deal = Callable[[Sequence[int], int], Sequence[int]]  # sizes of tensors, number of members -> the owner of each

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Group
 from smolcluster.comm.rounds import Combination, Committed
+from smolcluster.comm.view import View
 
 
 class Fragmented(Combination):

@@ -30,9 +30,9 @@ from torch.nn.utils import get_total_norm
 from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
 from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
 from smolcluster.comm.contributions import MessageLayout, of_names, pretend
-from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Done, Group, Work
 from smolcluster.comm.rounds import Combination, Committed
+from smolcluster.comm.view import View
 
 MOST_GATHERED = 8  # members
 

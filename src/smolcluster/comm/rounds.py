@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.comm.buckets import GradientBuckets
-from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Group, share_of
 from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.comm.view import View
 from smolcluster.errors import SmolclusterError
 
 

@@ -1,13 +1,13 @@
-"""The model and training flags of the multi-node guide, and the keys they set.
+"""The flags of commands, and the configuration keys that they override.
 
 Names are those of the command's parameters: `hidden_size` is `--hidden-size`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+# The shorthands of the multi-node guide for model and training keys.
 FLAGS: dict[str, str] = {
     "vocab_size": "model.vocab_size",
     "hidden_size": "model.model_dim",
@@ -23,7 +23,6 @@ FLAGS: dict[str, str] = {
     "use_gradient_checkpointing": "training.gradient_checkpointing",
 }
 
-# Other flags of commands that set a key: with these, an error can name the flag.
 COMMAND_FLAGS: dict[str, str] = {
     "strategy": "strategy.name",
     "workers": "cluster.num_workers",
@@ -40,15 +39,13 @@ COMMAND_FLAGS: dict[str, str] = {
 }
 
 
-def flag_sets(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"hidden_size": 64}` -> `{"model.model_dim": 64}`, for `load_config(sets=...)`.
-
-    Flags that were not given (None, or False for a switch) leave the configuration alone.
-    """
-    sets = {FLAGS[flag]: value for flag, value in given.items() if value is not None and value is not False}
+def flag_overrides(**given: Any) -> dict[str, Any]:
+    """`hidden_size=64` -> `{"model.model_dim": 64}`. Flags that were not given (None, or False for a switch) are left out."""
+    keys = COMMAND_FLAGS | FLAGS
+    overrides = {keys[flag]: value for flag, value in given.items() if value is not None and value is not False}
     if given.get("mixed_precision"):
-        sets[FLAGS["mixed_precision"]] = "bf16"
-    return sets
+        overrides[FLAGS["mixed_precision"]] = "bf16"
+    return overrides
 
 
 def flag_of(key: str) -> str | None:

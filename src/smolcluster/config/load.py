@@ -2,8 +2,8 @@
 
     load_config(["gpt", "my.yaml"], overrides=["training.steps=50"])
 
-Sources merge left to right, then overrides, then `sets`. Mappings merge, lists and scalars replace. Epochs from an override or
-`sets` take precedence over steps from a source.
+Sources merge left to right, then overrides. Mappings merge, lists and scalars replace. Epochs from an override take precedence
+over steps from a source.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
@@ -29,20 +29,19 @@ from smolcluster.config.strategies import BUILT_IN, find_record, options_of
 from smolcluster.config.tree import ConfigNode, KeyPath, Location, Problem, from_python, merge, parse
 from smolcluster.errors import UserError, suggest
 
+# `dotted.key=value` with the value in YAML, or a dotted key and a Python value, of which None is ignored.
+Override: TypeAlias = str | tuple[str, Any]
+Overrides: TypeAlias = Sequence[Override] | Mapping[str, Any]
+
 _NOWHERE = Location(0, 0, "")
 
 
 def load_config(
     sources: Sequence[str | os.PathLike[str]],
     *,
-    overrides: Sequence[str] = (),
-    sets: Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
 ) -> Config:
-    """Load and merge sources, overrides and `sets`.
-
-    A source is a YAML file or a built-in name. An override is `dotted.key=value`, the value in YAML. `sets` maps dotted
-    names to Python values; None is ignored.
-    """
+    """Load and merge sources and overrides. A source is a YAML file or a built-in name."""
     if isinstance(sources, str | os.PathLike):
         sources = [sources]
     problems: list[Problem] = []
@@ -54,12 +53,8 @@ def load_config(
         path, layer = _read_source(os.fspath(source), order=len(layers), problems=problems)
         layers.append(layer)
         base = merge(base, _implied_strategy(path, layer.place))
-    for override in overrides:
+    for override in list_overrides(overrides):
         layers.append(_read_override(override, order=len(layers), problems=problems))
-    for key, value in (sets or {}).items():
-        if value is not None:
-            place = Location(len(layers), 0, flag_of(key) or "argument")
-            layers.append(ConfigNode({key: from_python(value, place=place, name=key)}, place))
 
     # Merge, then check names, values, and rules between keys.
     merged = base
@@ -132,7 +127,15 @@ def _read_source(source: str, *, order: int, problems: list[Problem]) -> tuple[P
     return path, node if isinstance(node.value, dict) else empty
 
 
-def _read_override(override: str, *, order: int, problems: list[Problem]) -> ConfigNode:
+def list_overrides(overrides: Overrides) -> list[Override]:
+    return list(overrides.items() if isinstance(overrides, Mapping) else overrides)
+
+
+def _read_override(override: Override, *, order: int, problems: list[Problem]) -> ConfigNode:
+    if isinstance(override, tuple):
+        key, given = override
+        place = Location(order, 0, flag_of(key) or "argument")
+        return ConfigNode({} if given is None else {key: from_python(given, place=place, name=key)}, place)
     place = Location(order, 0, "--override")
     key, equals, value = override.partition("=")
     key = key.strip()

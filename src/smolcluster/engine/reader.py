@@ -1,7 +1,7 @@
 """Readers: the next step of the loop and the samples to read for it.
 
 StreamReader   a fixed world: this shard's part of every step, in order
-LeaseReader    the elastic plane: what the server lends
+LeaseReader    the elastic plane: what the server leases
 """
 
 from __future__ import annotations

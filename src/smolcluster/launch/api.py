@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smolcluster.config import Overrides, flag_overrides, list_overrides
 from smolcluster.launch.local.elastic import run_elastic
 from smolcluster.launch.local.mesh import run_local
-from smolcluster.launch.prepare import Prepared, prepare, sets_of
+from smolcluster.launch.prepare import Prepared, prepare
 from smolcluster.launch.restart.launcher import run_restarting
 from smolcluster.launch.restart.plan import ElasticRange, check_restartable, elastic_from_flags
 
@@ -23,7 +24,7 @@ def train(
     strategy: str | None = None,
     workers: int | None = None,
     plane: str | None = None,
-    overrides: Mapping[str, Any] | Sequence[str] = (),
+    overrides: Overrides = (),
     steps: int | None = None,
     seed: int | None = None,
     run_dir: str | Path | None = None,
@@ -43,14 +44,10 @@ def train(
     """
     elastic_range = elastic_from_flags(elastic, workers=workers, endpoint=None, max_restarts=max_restarts)
     workers = workers if elastic_range is None else elastic_range.max_workers
-    sets = sets_of(strategy=strategy, workers=workers, plane=plane, steps=steps, seed=seed)
-    if isinstance(overrides, Mapping):
-        sets |= dict(overrides)
-        overrides = ()
+    arguments = flag_overrides(strategy=strategy, workers=workers, plane=plane, steps=steps, seed=seed)
     prepared = prepare(
         [_source(s) for s in sources],
-        overrides=overrides,
-        sets=sets,
+        overrides=[*list_overrides(overrides), *arguments.items()],
         run_dir=None if run_dir is None else Path(run_dir),
         resume=None if resume is None else str(resume),
         backend=backend,

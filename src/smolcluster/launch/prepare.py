@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from smolcluster.config import Config, canonical_strategy, dump, load_config, resolve
+from smolcluster.config import Config, Overrides, canonical_strategy, dump, list_overrides, load_config, resolve
+from smolcluster.config.load import Override
 from smolcluster.config.strategies import ALONE, all_records, check_name, record_of
 from smolcluster.data.names import is_text
 from smolcluster.engine.run_dir import Resume, RunDir, find_resume, new_run_dir
@@ -43,8 +43,7 @@ class Prepared:
 def prepare(
     sources: Sequence[str] = (),
     *,
-    overrides: Sequence[str] = (),
-    sets: Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
     run_dir: Path | None = None,
     resume: str | None = None,
     backend: str | None = None,
@@ -70,7 +69,7 @@ def prepare(
     before = found.run if found is not None else RunDir(run_dir) if fresh and run_dir is not None else None
     if not sources and found is not None and not found.run.config.is_file():
         raise UserError(f"{found.run.path} has no config.yaml; name the configuration to continue with, e.g. gpt")
-    config = _load(sources, overrides=overrides, sets=sets or {}, before=before)
+    config = _load(sources, list_overrides(overrides), before)
     if found is not None:
         _use_recorded_tokenizer(config, found.run)
     config = resolve(config)
@@ -95,9 +94,7 @@ def prepare(
     )
 
 
-def _load(
-    sources: Sequence[str], *, overrides: Sequence[str], sets: Mapping[str, Any], before: RunDir | None
-) -> Config:
+def _load(sources: Sequence[str], overrides: list[Override], before: RunDir | None) -> Config:
     """Read the sources. With none: the configuration of the run `before`, or the built-in default."""
     tasks = [s for s in sources if is_task(s)]
     files = [s for s in sources if s not in tasks]
@@ -105,12 +102,12 @@ def _load(
         raise UserError(f"one task at a time, not {', '.join(tasks)}")
     if not sources:
         files = [str(before.config)] if before is not None and before.config.is_file() else [DEFAULT_CONFIG]
-    sets = dict(sets)
     if tasks:
-        sets["task"] = absolute_task(tasks[0])
-    if not sources and canonical_strategy(sets.get("strategy.name") or "") == ALONE:
-        sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # the default has more
-    return load_config(files, overrides=overrides, sets=sets)
+        overrides.append(("task", absolute_task(tasks[0])))
+    given = dict(override for override in overrides if isinstance(override, tuple))
+    if not sources and canonical_strategy(given.get("strategy.name") or "") == ALONE:
+        overrides.append(("cluster.num_workers", given.get("cluster.num_workers") or 1))  # the default has more
+    return load_config(files, overrides=overrides)
 
 
 def _check(config: Config, backend: str | None) -> str:
@@ -126,24 +123,6 @@ def _check(config: Config, backend: str | None) -> str:
     if config.task is None:
         is_text(config.data.name)  # raises for an unknown dataset
     return plane
-
-
-def sets_of(
-    *,
-    strategy: str | None = None,
-    workers: int | None = None,
-    plane: str | None = None,
-    steps: int | None = None,
-    seed: int | None = None,
-) -> dict[str, Any]:
-    """Return the common arguments as configuration keys, by dotted name."""
-    return {
-        "strategy.name": strategy,
-        "cluster.num_workers": workers,
-        "cluster.plane": plane,
-        "training.steps": steps,
-        "training.seed": seed,
-    }
 
 
 def _use_recorded_tokenizer(config: Config, run: RunDir) -> None:

@@ -18,10 +18,11 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smolcluster.config import Overrides, list_overrides
 from smolcluster.durable_files import atomic_write_text
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.api import run_here
@@ -39,8 +40,7 @@ class ScalingRequest:
     """What to run, and how often."""
 
     sources: Sequence[str] = ()
-    overrides: Sequence[str] = ()
-    sets: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Overrides = ()
     backend: str | None = None
     sizes: Sequence[int]
     weak: bool
@@ -52,8 +52,7 @@ class ScalingRequest:
 
     def prepared(self, size: int, place: str, **more: Any) -> Prepared:
         """Prepare a run of this size with few rows, no checkpoints and minimal evaluation."""
-        sets = {
-            **self.sets,
+        own = {
             "cluster.num_workers": size,
             "training.steps": self.warmup + self.steps,
             "training.eval_steps": 0,
@@ -64,8 +63,9 @@ class ScalingRequest:
             "logging.tensorboard": False,
             **more,
         }
+        overrides = [*list_overrides(self.overrides), *own.items()]
         where = self.folder / "runs" / place
-        return prepare(self.sources, overrides=self.overrides, sets=sets, run_dir=where, backend=self.backend)
+        return prepare(self.sources, overrides=overrides, run_dir=where, backend=self.backend)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -190,14 +190,14 @@ def _measure(
     scaling: Scaling,
     size: Size,
     repeat: int,
-    sets: Mapping[str, Any],
+    changes: Mapping[str, Any],
     on_event: Callable[[str, Event | None], None],
 ) -> None:
     name = f"repeat {repeat + 1} of {request.repeats}, {size.workers} worker{'s' * (size.workers > 1)}"
     on_event(name, None)
     sink = RowCollector(lambda event: on_event(name, event))
     try:
-        run = request.prepared(size.workers, f"workers-{size.workers}-repeat-{repeat + 1}", **sets)
+        run = request.prepared(size.workers, f"workers-{size.workers}-repeat-{repeat + 1}", **changes)
         run_here(run, sinks=[sink])
         sample = sample_of(
             sink.rows, repeat=repeat + 1, warmup=request.warmup, global_batch=size.shards * size.batch_size

@@ -16,9 +16,9 @@ from torch.nn.utils import get_total_norm
 from smolcluster.comm.codecs import Codec
 from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.contributions import Contributions
-from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Group, Work, gather_json
 from smolcluster.comm.rounds import Combination, Committed
+from smolcluster.comm.view import View
 from smolcluster.compute.optim import named_state, update_named_state
 from smolcluster.compute.replica import Replica
 from smolcluster.errors import SmolclusterError

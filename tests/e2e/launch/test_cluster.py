@@ -19,8 +19,7 @@ import pytest
 from benchmarks.network import check_possible, hosts
 from tests.e2e.command import TINY, Smol, read_rows
 from tests.e2e.launch.sshd import Box, Lab, lab, make_key
-from tests.e2e.train.test_bad_input import small_disk
-from tests.places import eventually, free_port
+from tests.places import eventually, free_port, small_disk
 
 from smolcluster.errors import UserError
 

@@ -315,26 +315,6 @@ def test_two_ranks_of_one_number_are_told(smol: Smol, folder: Path) -> None:
     assert first.end(within_s=20).status == 130
 
 
-def test_ranks_that_are_configured_otherwise_all_end_alike(smol: Smol, folder: Path) -> None:
-    """And leave nothing: the same command works once that is mended."""
-    port = free_port()
-    for sizes in ((4, 5), (4, 4)):
-        ranks = [
-            smol.start(
-                *f"train --run-dir runs/unlike --world-size 2 --rank {rank} --master-port {port}".split(),
-                *("--steps", "2", "--override", *TINY, f"training.grad_accumulation={size}"),
-                cwd=folder,
-            )
-            for rank, size in enumerate(sizes)
-        ]
-        ended = [running.end(within_s=60) for running in ranks]
-        if sizes == (4, 5):
-            assert [end.status for end in ended] == [2, 2]
-            assert all("training.grad_accumulation is 5 on rank 1 and 4 on rank 0" in end.err for end in ended)
-        else:
-            assert [end.status for end in ended] == [0, 0]
-
-
 def test_a_rank_whose_peer_is_killed_says_so(smol: Smol, folder: Path) -> None:
     port = free_port()
     ranks = [by_hand(smol, folder, "widow", rank, port) for rank in (0, 1)]

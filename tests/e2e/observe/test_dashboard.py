@@ -64,8 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def training(smol: Smol, folder: Path) -> Iterator[Running]:
     """A server and two workers that train until they are stopped, and leave the processor to the page most of the time."""
     command = ("train", "gpt", "--strategy", "edp", "--workers", "2", "--steps", "1000000", "--run-dir", "runs/live")
-    sets = (*TINY, f"task={TASKS}:Paced", "training.eval_steps=20", "cluster.standby=false")
-    running = smol.start(*command, "--override", *sets, cwd=folder, env={"PACE_S": "0.1"})
+    overrides = (*TINY, f"task={TASKS}:Paced", "training.eval_steps=20", "cluster.standby=false")
+    running = smol.start(*command, "--override", *overrides, cwd=folder, env={"PACE_S": "0.1"})
     live = folder / "runs" / "live"
     running.until(lambda: len({r["rank"] for r in read_rows(live)}) == 3, what="rows of all", within_s=120)
     yield running
@@ -694,8 +694,6 @@ def test_a_name_that_was_rebound_is_refused(url: str, lone: Any) -> None:
         answer = page.goto(f"http://rebound.example:{port}{path}")
         assert answer.status == 421
         assert "smolcluster dashboard --allow-host" in answer.text()
-    for verb in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
-        assert get(int(port.rstrip("/")), "/api/runs", verb)[0] == 405
 
 
 def test_with_a_token_the_address_opens_it_once(smol: Smol, folder: Path, lone: Any) -> None:

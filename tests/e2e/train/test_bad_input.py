@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.server
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.command import TINY, Ended, Smol, read_rows, read_summary
+from tests.places import small_disk
 
 FILES = {
     "typo.yaml": "model:\n  model_dim: 32\ntraining:\n  batch_sise: 4\n",
@@ -272,25 +270,6 @@ def test_master_port_in_use(smol: Smol, tmp_path: Path) -> None:
 
 
 # No room on the disk
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, *, kilobytes: int) -> Iterator[Path]:
-    """A file system of this size. Only root can make one."""
-    disk = folder / "disk"
-    disk.mkdir()
-    if shutil.which("mount") is None or sys.platform != "linux":
-        pytest.skip("no mount command")
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "smolcluster-test", disk], capture_output=True, text=True
-    )
-    if mount.returncode != 0:
-        pytest.skip(f"a small file system cannot be mounted here: {mount.stderr.strip()}")
-    try:
-        yield disk
-    finally:
-        # Lazily: a process that has just been told to end may have a file open there for a moment.
-        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def test_no_room_at_the_start(smol: Smol, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.world import TASKS
 
 STEPS = 8
 COMMANDS = ["", "train", "strategies", "export", "config", "config check", "config show", "config schema"]
-COMMANDS += ["bench", "bench scaling"]
+COMMANDS += ["bench", "bench scaling", "server", "worker"]
 ROW = (
     *("step", "rank", "role", "host", "time", "loss", "lr", "grad_norm", "samples", "tokens", "tokens_per_s"),
     *("step_time_s", "compute_s", "comm_s", "bytes_sent", "bytes_received", "staleness"),

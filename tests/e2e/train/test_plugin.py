@@ -38,8 +38,8 @@ def path_to(installed: Path) -> dict[str, str]:
 @pytest.mark.parametrize("plane", ["mesh", "elastic"])
 def test_it_trains_and_resumes(smol: Smol, installed: Path, tmp_path: Path, plane: str) -> None:
     """A resumed run ends with the very weights of the one that was not interrupted."""
-    sets = () if plane == "mesh" else (*PATIENT, "cluster.standby=false", *STATELESS)
-    whole = ("train", "gpt", *TRAIN, *sets, STEPS_OF_ROUND[plane], "--plane", plane, "--run-dir", "whole")
+    overrides = () if plane == "mesh" else (*PATIENT, "cluster.standby=false", *STATELESS)
+    whole = ("train", "gpt", *TRAIN, *overrides, STEPS_OF_ROUND[plane], "--plane", plane, "--run-dir", "whole")
     out = run(smol, installed, tmp_path, *whole)
     assert "does not use" not in out.out + out.err
     first = read_summary(tmp_path / "whole")

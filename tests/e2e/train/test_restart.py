@@ -37,17 +37,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_killed_worker_changes_no_bit(smol: Smol, folder: Path) -> None:
-    sets: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         **{"model.model_dim": 32, "model.num_layers": 2, "model.num_heads": 2, "model.max_seq_len": 32},
         **{"model.dropout": 0.1, "training.eval_steps": 0, "training.eval_samples": 8, "training.checkpoint_steps": 5},
         **{"training.steps": 40, "training.batch_size": 4, "training.device": "cpu", "logging.log_interval": 1},
     }
-    calm = run_world(2, folder / "calm", sets, task="SlowDoubleGPT", strategy="fsdp", environ={"SLOW_UNTIL": "/"})
+    calm = run_world(2, folder / "calm", overrides, task="SlowDoubleGPT", strategy="fsdp", environ={"SLOW_UNTIL": "/"})
 
     run_dir, free = folder / "runs" / "killed", folder / "free"
     command = ["train", f"{TASKS}:SlowDoubleGPT", "--strategy", "fsdp", "--workers", "2", "--elastic", "1:2"]
     command += ["--run-dir", "runs/killed", "--override", "cluster.standby=false"]
-    command += [f"{key}={value}" for key, value in sets.items()]
+    command += [f"{key}={value}" for key, value in overrides.items()]
     running = smol.start(*command, cwd=folder, env={"SLOW_UNTIL": str(free)})
     running.until(lambda: "checkpoint of step 5 saved" in running.output, what="a checkpoint", within_s=240)
     host = os.uname().nodename
@@ -150,7 +150,7 @@ def cluster(network: Network, smol: Smol, tmp_path: Path) -> Iterator[Cluster]:
 @pytest.mark.slow
 def test_machines_leave_and_come_and_the_curve_stays(cluster: Cluster, tmp_path: Path) -> None:
     """Three machines, two, three again. Every step reads the same samples: in fp64 only the order of sums differs."""
-    sets = {
+    overrides = {
         **{"model.model_dim": 32, "model.num_layers": 2, "model.num_heads": 2, "model.max_seq_len": 32},
         **{"model.ff_dim": 64, "training.eval_steps": 0, "training.checkpoint_steps": 2, "training.steps": 60},
         **{"training.device": "cpu", "training.eval_samples": 8, "logging.log_interval": 1},
@@ -158,7 +158,7 @@ def test_machines_leave_and_come_and_the_curve_stays(cluster: Cluster, tmp_path:
     where = f"{cluster.network.address(0)}:29400"
     command = ["-m", "smolcluster", "train", f"{TASKS}:SlowDoubleGPT", "--strategy", "fsdp", "--elastic", "2:3"]
     command += ["--rdzv-endpoint", where, "--run-dir", "run", "--override", "cluster.standby=false"]
-    command += [f"{key}={value}" for key, value in sets.items()] + ["training.batch_size=2"]
+    command += [f"{key}={value}" for key, value in overrides.items()] + ["training.batch_size=2"]
     for host in range(3):
         cluster.start(host, *command)
     cluster.until("checkpoint of step 2 saved")
@@ -174,7 +174,9 @@ def test_machines_leave_and_come_and_the_curve_stays(cluster: Cluster, tmp_path:
     run_dir = tmp_path / "host-0" / "run"
     summary = read_summary(run_dir)
     assert (summary["status"], summary["restarts"], summary["world_size"]) == ("finished", 2, 3)
-    alone = run_world(1, tmp_path / "alone", sets | {"training.batch_size": 6}, task="DoubleGPT", strategy="single")
+    alone = run_world(
+        1, tmp_path / "alone", overrides | {"training.batch_size": 6}, task="DoubleGPT", strategy="single"
+    )
     for host in range(3):
         rows = Counter((row["rank"], row["step"]) for row in read_rows(tmp_path / f"host-{host}" / "run"))
         assert max(rows.values()) == 1, f"host {host} has rows twice"
@@ -234,16 +236,21 @@ def test_without_the_machine_that_leads_the_others_end(cluster: Cluster, script:
 
 
 def test_ranks_that_torchrun_starts_again_go_on_by_themselves(smol: Smol, folder: Path) -> None:
-    sets = [
+    overrides = [
         "model.model_dim=32",
         "model.num_layers=1",
         "model.num_heads=2",
         "model.max_seq_len=32",
         "training.device=cpu",
     ]
-    sets += ["training.batch_size=4", "training.eval_steps=0", "training.eval_samples=8", "training.checkpoint_steps=5"]
+    overrides += [
+        "training.batch_size=4",
+        "training.eval_steps=0",
+        "training.eval_samples=8",
+        "training.checkpoint_steps=5",
+    ]
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    command = ("train", "--run-dir", "runs/torchrun", "--override", *sets)
+    command = ("train", "--run-dir", "runs/torchrun", "--override", *overrides)
     smol.run(*command, "--steps", "10", cwd=folder, env=place).ok()
     again = smol.run(*command, "--steps", "12", cwd=folder, env=place)
     assert again.status == 2

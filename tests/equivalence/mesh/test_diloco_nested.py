@@ -28,8 +28,8 @@ PLAIN: dict[str, Any] = CONFIG | {"cluster.workers": [], "cluster.batch_size": {
 NESTED = {"strategy.inner": "fsdp", "strategy.inner_size": 2, "strategy.inner_steps": H}
 
 
-def train(size: int, run_dir: Path, sets: dict[str, Any], *, strategy: str = "diloco", **world: Any) -> World:
-    return run_world(size, run_dir, PLAIN | sets, task="Double", strategy=strategy, **world)
+def train(size: int, run_dir: Path, overrides: dict[str, Any], *, strategy: str = "diloco", **world: Any) -> World:
+    return run_world(size, run_dir, PLAIN | overrides, task="Double", strategy=strategy, **world)
 
 
 def test_two_sites_are_two_workers_with_twice_the_batch(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_one_site_alone_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"strategy.preset": "wan", "strategy.outer_momentum": 0.5}], ids=str)
 def test_resumed_to_the_bit_in_the_middle_of_a_round(tmp_path: Path, options: dict[str, Any]) -> None:
     """Each rank with its own shards. Those of the same index have the same outer momentum, and moments of their own."""
-    sets = NESTED | options
-    whole = train(4, tmp_path / "whole", sets | {"training.checkpoint_steps": 5})
+    overrides = NESTED | options
+    whole = train(4, tmp_path / "whole", overrides | {"training.checkpoint_steps": 5})
     saved = whole.run_dir / "checkpoints" / "step-00000005"
     own = [of_rank(saved, rank) for rank in range(4)]
     outer = [name for name in own[0] if name.startswith("outer/")]
@@ -69,7 +69,7 @@ def test_resumed_to_the_bit_in_the_middle_of_a_round(tmp_path: Path, options: di
         assert all(own[rank][name].equal(own[rank + 2][name]) for rank in range(2))
     moments = [name for name in own[0] if name.startswith("optimizer/exp_avg/")]
     assert any(not own[0][name].equal(own[2][name]) for name in moments)
-    again = train(4, tmp_path / "again", sets, resume=saved)
+    again = train(4, tmp_path / "again", overrides, resume=saved)
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
@@ -84,8 +84,8 @@ FOUR = [Node(name=f"n{i}", machine=f"m{i // 2}") for i in range(4)]
 
 
 def test_memory_is_estimated() -> None:
-    sets = {"strategy.name": "diloco", "strategy.codec": "int8", "task": f"{TASKS}:Double"}
-    config = resolve(load_config([], sets={**NESTED, **sets, "cluster.num_workers": 4}))
+    overrides = {"strategy.name": "diloco", "strategy.codec": "int8", "task": f"{TASKS}:Double"}
+    config = resolve(load_config([], overrides={**NESTED, **overrides, "cluster.num_workers": 4}))
     workload = Workload.open(config, find_task(config), num_ranks=4, device=torch.device("cpu"))
     line, _ = describe_memory(workload, "mesh")
     assert line.startswith("ranks 0-3: ")

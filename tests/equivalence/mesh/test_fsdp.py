@@ -195,9 +195,11 @@ def test_stage_1_in_bf16_takes_the_steps_of_stage_0(tmp_path: Path) -> None:
 def test_stage_1_rounds_nothing_where_that_would_lose_something(
     tmp_path: Path, config: dict[str, Any], why: str
 ) -> None:
-    sets = COMMON | {"training.batch_size": 4, "training.steps": 2, "strategy.fsdp_stage": 1} | config
-    plain = run_world(2, tmp_path / "plain", sets, task="Dropout", strategy="fsdp")
-    asked = run_world(2, tmp_path / "asked", sets | {"strategy.param_dtype": "bf16"}, task="Dropout", strategy="fsdp")
+    overrides = COMMON | {"training.batch_size": 4, "training.steps": 2, "strategy.fsdp_stage": 1} | config
+    plain = run_world(2, tmp_path / "plain", overrides, task="Dropout", strategy="fsdp")
+    asked = run_world(
+        2, tmp_path / "asked", overrides | {"strategy.param_dtype": "bf16"}, task="Dropout", strategy="fsdp"
+    )
     assert asked.summary["weights_sha256"] == plain.summary["weights_sha256"]
     said = [e.message for e in asked.ranks[0].events if isinstance(e, Notice)]
     assert any(why in text for text in said), said

@@ -45,7 +45,7 @@ def test_what_is_counted_is_what_crosses_the_sockets(tmp_path: Path, case: MeshC
         pytest.skip("TCP_INFO is Linux's")
     counts = tmp_path / "counts"
     counts.mkdir()
-    config = {**settings(SHAPE), **case.sets(), "training.steps": STEPS, "task": TASK}
+    config = {**settings(SHAPE), **case.overrides(), "training.steps": STEPS, "task": TASK}
     environ = {counted.FOLDER: str(counts)}
     world = run_world(case.workers, tmp_path / "run", config, strategy=case.strategy, environ=environ)
     assert [rank.status for rank in world.ranks] == [0] * case.workers, world.ranks[0].failed

@@ -73,9 +73,9 @@ def measured(config: Config) -> list[int]:
     ],
 )
 def test_a_real_run_holds_what_was_foretold(strategy: str, precision: str, options: dict[str, Any]) -> None:
-    sets = {**GPT, "training.precision": precision, "strategy.name": strategy}
-    sets |= {f"strategy.{key}": value for key, value in options.items()}
-    config = resolve(load_config([], sets=sets))
+    overrides = {**GPT, "training.precision": precision, "strategy.name": strategy}
+    overrides |= {f"strategy.{key}": value for key, value in options.items()}
+    config = resolve(load_config([], overrides=overrides))
     subject = Workload.open(config, find_task(config), num_ranks=2, device=torch.device("cpu"))
     said = forecast(
         subject, Choice(label="", strategy=strategy, options=options), ways=[Activations()], every_seat=True

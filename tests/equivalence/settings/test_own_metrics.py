@@ -96,7 +96,7 @@ def ended(world: ElasticWorld) -> None:
 def test_a_backward_pass_that_would_take_long_is_left_out(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = tasks.BackwardFails(resolve(load_config([], sets=config)))
+    task = tasks.BackwardFails(resolve(load_config([], overrides=config)))
     if not config:
         monkeypatch.setattr(trial, "BACKWARD_BYTES", 8)
     trial._train(task, task.model(), as_dataset(task.train_data()), 8, torch.device("cpu"))

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.comm.codecs import make_codec
-from smolcluster.comm.elastic.membership.view import View
-from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.gathered_mean import GatheredMean
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.rounds import Committed
+from smolcluster.comm.view import View, ViewMember
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (12, 10), "bias": (12,)}
 SENT = make_codec("blocktopk", k=409, bits=4)  # a tenth of the numbers
@@ -114,7 +113,9 @@ def test_a_round_is_combined_again_without_one_member(members: list[Member]) -> 
     at_once(members, lambda rank, member: (member.contribute(drawn(rank), WEIGHTS[rank]), member.take()))
     before = [member.residual() for member in members]
     groups = MemoryGroup.world(len(members))
-    view = View(2, 1, tuple(Seated(rank, f"{rank:016x}", "host", f"host:{rank + 1}") for rank in range(len(members))))
+    view = View(
+        2, 1, tuple(ViewMember(rank, f"{rank:016x}", "host", f"host:{rank + 1}") for rank in range(len(members)))
+    )
 
     def one(rank: int, member: Member) -> tuple[dict[int, Tensor], dict[str, Tensor | None]]:
         member.contribute(drawn(7 + rank), WEIGHTS[rank])

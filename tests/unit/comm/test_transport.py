@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.places import eventually, free_port
+from tests.relay import Relay
 from tools.memory_transport import Switchboard
 from torch import Tensor
 
@@ -115,7 +116,7 @@ class World:
 
     def __init__(self, sort: str) -> None:
         self.sort = sort
-        self.network = Switchboard(silence_s=0.5) if sort == "memory" else None
+        self.network = Switchboard() if sort == "memory" else None
         self.token = new_token() if sort == "tls" else None
         self._transports: list[Transport] = []
 
@@ -467,8 +468,8 @@ class TestTcp:
         """Inside a payload we ask to be woken late; a line that needs longer for it than silence may last still counts."""
         server, worker = world.transport("server"), world.transport(silence_s=1.0, beat_s=0.1)
         at_server, at_worker = Recorder(), Recorder()
-        with slow_line(server.listen(HERE, 0, at_server), bytes_per_s=40_000) as address:
-            worker.dial(address, at_worker)
+        with Relay(server.listen(HERE, 0, at_server), pace=drops(bytes_per_s=40_000)) as relay:
+            worker.dial(relay.address, at_worker)
             payload = torch.arange(20_000, dtype=torch.float32)
             at_server.link().send(Message(kind=Kind.WEIGHTS, payload=payload))
             at_worker.wait(lambda r: r.messages or r.ends)
@@ -729,11 +730,11 @@ class TestTokens:
         server = world.keep(TcpTransport(make_peer("server"), keyring=Keyring([token])))
         worker = world.keep(TcpTransport(make_peer(), keyring=Keyring([token]), uvloop=uvloop))
         at_server, at_worker = Recorder(), Recorder()
-        with first_damaged(server.listen(HERE, 0, at_server), byte=300) as address:
-            worker.dial(address, at_worker)
+        with Relay(server.listen(HERE, 0, at_server), change=first_damaged(byte=300)) as relay:
+            worker.dial(relay.address, at_worker)
             at_worker.wait(lambda r: r.links or r.refusals)
             assert at_worker.refusals == []
-            assert f"waiting for a peer at {address}: TLS failed: " in caplog.text
+            assert f"waiting for a peer at {relay.address}: TLS failed: " in caplog.text
             worker.close()
             server.close()
 
@@ -820,18 +821,6 @@ class TestHandshake:
                 assert refusal.value.tell
                 assert str(refusal.value) == NOT_A_MEMBER
 
-    def test_a_recorded_handshake_cannot_be_played_again(self) -> None:
-        client, server = self.client(), self.server()
-        (hello,) = client.begin()
-        (answer,) = server.handle(hello, cluster=bytes(8))
-        (proof,) = client.handle(answer, cluster=bytes(8))
-        server.handle(proof, cluster=bytes(8))
-        assert server.peer is not None
-        again = self.server()
-        again.handle(hello, cluster=bytes(8))
-        with pytest.raises(Refusal, match=NOT_A_MEMBER):
-            again.handle(proof, cluster=bytes(8))
-
     def test_a_servers_proof_does_not_pass_for_a_clients(self) -> None:
         """Whoever sends our own words back to us proves nothing."""
         server = self.server()
@@ -888,7 +877,7 @@ class TestMemory:
     """What only the transport for tests can do."""
 
     def setup_method(self) -> None:
-        self.network = Switchboard(silence_s=1.0, manual=True)
+        self.network = Switchboard(manual=True)
         self.server = self.network.transport(make_peer("server"))
         self.worker = self.network.transport(make_peer())
         self.at_server, self.at_worker = Recorder(), Recorder()
@@ -908,45 +897,6 @@ class TestMemory:
         self.network.advance()
         assert self.steps() == [1]
 
-    def test_a_short_cut_delays_and_loses_nothing(self) -> None:
-        self.network.cut(self.server, self.worker)
-        self.send(1)
-        self.network.advance(0.9)
-        assert (self.steps(), self.at_worker.ends) == ([], [])
-        assert self.link.silent_s == pytest.approx(0.9)
-        assert self.link.queued_bytes > 0
-        self.network.heal(self.server, self.worker)
-        self.send(2)
-        self.network.advance(2)
-        assert (self.steps(), self.at_worker.ends) == ([1, 2], [])
-
-    def test_a_long_cut_ends_the_link_on_both_sides_and_a_heal_brings_a_new_one(self) -> None:
-        self.network.cut(self.server, self.worker)
-        self.send(1)
-        self.network.advance(1.5)
-        assert self.at_worker.ends == self.at_server.ends == ["silent for 1.0 s"]
-        assert len(self.at_worker.links) == 1
-        self.network.heal(self.server, self.worker)
-        self.network.advance(0.1)
-        assert len(self.at_worker.links) == 2
-        assert self.steps() == []
-
-    def test_dropping(self) -> None:
-        self.network.drop(self.server, self.worker)
-        self.network.advance(0.1)
-        assert self.at_worker.ends == self.at_server.ends == ["the connection was closed"]
-        assert len(self.at_worker.links) == 2
-
-    def test_delay_keeps_the_order(self) -> None:
-        self.network.delay(self.server, self.worker, seconds=0.5)
-        self.send(1)
-        self.network.delay(self.server, self.worker, seconds=0.0)
-        self.send(2)
-        self.network.advance(0.4)
-        assert self.steps() == []
-        self.network.advance(0.2)
-        assert self.steps() == [1, 2]
-
     def test_a_killed_process_hears_nothing_and_sends_nothing_more(self) -> None:
         self.send(1)
         self.network.kill(self.worker)
@@ -955,14 +905,6 @@ class TestMemory:
         assert self.at_worker.ends == []
         assert self.steps() == []
         assert len(self.at_worker.links) == 1
-
-    def test_behind_a_cut_a_death_is_only_silence(self) -> None:
-        self.network.cut(self.server, self.worker)
-        self.network.kill(self.worker)
-        self.network.advance(0.9)
-        assert self.at_server.ends == []
-        self.network.advance(0.2)
-        assert self.at_server.ends == ["silent for 1.0 s"]
 
     def test_what_json_changes_is_changed_here_too(self) -> None:
         self.link.send(Message(kind=Kind.ACK, meta={"pair": (1, 2)}))
@@ -1047,85 +989,27 @@ def hold(link: Link) -> Iterator[None]:
         release.set()
 
 
-@contextlib.contextmanager
-def slow_line(address: str, *, bytes_per_s: int) -> Iterator[str]:
-    """A relay to `address`. What comes back from there comes in drops, once the handshake is through."""
-    drop_bytes, first_bytes = 500, 8000
-    sockets: list[socket.socket] = []
+def drops(*, bytes_per_s: int) -> Callable[[int], int]:
+    """The pace of a slow line, once the handshake is through."""
 
-    def relay(source: socket.socket, target: socket.socket, *, slow: bool) -> None:
-        passed, due = 0, 0.0
-        with contextlib.suppress(OSError):
-            while data := source.recv(drop_bytes):
-                passed += len(data)
-                if slow and passed > first_bytes:
-                    due = (due or time.monotonic()) + len(data) / bytes_per_s
-                    time.sleep(max(0.0, due - time.monotonic()))  # this is the line
-                target.sendall(data)
+    def pace(passed: int) -> int:
+        if passed > 8000:
+            time.sleep(500 / bytes_per_s)  # this is the line
+        return 500
 
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            near, _ = listener.accept()
-            far = socket.create_connection(split_address(address), timeout=WAIT_S)
-            sockets.extend((near, far))
-            threads.append(threading.Thread(target=relay, args=(near, far), kwargs={"slow": False}))
-            threads[-1].start()
-            relay(far, near, slow=True)
-
-    with socket.create_server((HERE, 0)) as listener:
-        threads = [threading.Thread(target=serve)]
-        threads[0].start()
-        try:
-            yield join_address(*listener.getsockname())
-        finally:
-            for sock in sockets:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-            for thread in threads:
-                thread.join(WAIT_S)
-            for sock in sockets:
-                sock.close()
+    return pace
 
 
-@contextlib.contextmanager
-def first_damaged(address: str, *, byte: int) -> Iterator[str]:
-    """A relay to `address`. On the first connection one byte of what comes back is another."""
-    threads: list[threading.Thread] = []
-    ends: list[socket.socket] = []
+def first_damaged(*, byte: int) -> Callable[[int, int, bytes], bytes]:
+    """On the first connection one byte of what comes back is another."""
 
-    def relay(source: socket.socket, target: socket.socket, damage: bool) -> None:
-        passed = 0
-        with contextlib.suppress(OSError):
-            while data := bytearray(source.recv(4096)):
-                if damage and passed <= byte < passed + len(data):
-                    data[byte - passed] ^= 1
-                passed += len(data)
-                target.sendall(data)
-            target.shutdown(socket.SHUT_RDWR)
+    def change(number: int, passed: int, data: bytes) -> bytes:
+        damaged = bytearray(data)
+        if number == 0 and passed <= byte < passed + len(data):
+            damaged[byte - passed] ^= 1
+        return bytes(damaged)
 
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near = listener.accept()[0]
-                far = socket.create_connection(split_address(address), timeout=WAIT_S)
-                for pair in ((near, far, False), (far, near, not ends)):
-                    threads.append(threading.Thread(target=relay, args=pair))
-                    threads[-1].start()
-                ends.extend((near, far))
-
-    with socket.create_server((HERE, 0)) as listener:
-        threads.append(threading.Thread(target=serve))
-        threads[0].start()
-        try:
-            yield join_address(*listener.getsockname())
-        finally:
-            for sock in (listener, *ends):
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-            for thread in list(threads):
-                thread.join(WAIT_S)
-            for sock in ends:
-                sock.close()
+    return change
 
 
 def pause(transport: Transport, seconds: float) -> None:

@@ -19,9 +19,11 @@ from smolcluster.launch.join.worker import own_overrides, worker_spec
 RUN = "0123456789abcdef"
 
 
-def served(**sets: Any) -> dict[str, Any]:
+def served(**overrides: Any) -> dict[str, Any]:
     """The configuration of a server, as it sends it."""
-    return public_dict(resolve(load_config([], sets={key.replace("__", "."): value for key, value in sets.items()})))
+    return public_dict(
+        resolve(load_config([], overrides={key.replace("__", "."): value for key, value in overrides.items()}))
+    )
 
 
 def adopted(
@@ -141,7 +143,9 @@ def test_a_tokenizer_in_files_is_named_by_the_owner() -> None:
 
 
 def test_a_configuration_of_the_workers_own_names_its_data() -> None:
-    own = resolve(load_config([], sets={"data.name": "text", "data.root": "/mine", "data.tokenizer": "/mine/t.json"}))
+    own = resolve(
+        load_config([], overrides={"data.name": "text", "data.root": "/mine", "data.tokenizer": "/mine/t.json"})
+    )
     theirs = served(data__name="text", data__root="/theirs", data__tokenizer="/theirs/t.json")
     data = adopted(theirs, own=own).data
     assert (data.name, data.root, data.tokenizer) == ("text", "/mine", "/mine/t.json")
@@ -158,7 +162,7 @@ def test_a_task_comes_from_the_owner() -> None:
         with pytest.raises(UserError, match=r"code is not sent: .*--task FILE\.py:Class"):
             adopted(theirs, own=own)
     assert adopted(theirs, {"task": "/mine/task.py:Task"}).task == "/mine/task.py:Task"
-    assert adopted(theirs, own=resolve(load_config([], sets={"task": "/mine/t.py"}))).task == "/mine/t.py"
+    assert adopted(theirs, own=resolve(load_config([], overrides={"task": "/mine/t.py"}))).task == "/mine/t.py"
     with pytest.raises(UserError, match="the server at mini1:7 trains without one"):
         adopted(served(), {"task": "/mine/task.py:Task"})
 
@@ -168,7 +172,7 @@ def test_a_strategy_of_another_package_comes_from_the_owner() -> None:
     for strategy in ("", "theirs"):
         with pytest.raises(UserError, match=r"not one of smolcluster's own; .*worker RANK HOSTNAME CONFIG"):
             adopted(theirs, strategy=strategy)
-    own = resolve(load_config([], sets={"strategy.name": "theirs", "strategy.options": {"path": "/etc"}}))
+    own = resolve(load_config([], overrides={"strategy.name": "theirs", "strategy.options": {"path": "/etc"}}))
     assert adopted(public_dict(own), own=own).strategy.options == {"path": "/etc"}
     with pytest.raises(UserError, match="runs the strategy edp and this worker was started for syncps"):
         adopted(served(strategy__name="edp"), strategy="syncps")
@@ -212,8 +216,8 @@ def test_a_task_may_be_named_like_a_configuration() -> None:
 
 
 def test_launchers_pass_on_what_a_worker_does_not_take_from_its_server() -> None:
-    sets = {"data.name": "text", "data.root": "my data", "training.device": "cpu", "training.learning_rate": 0.5}
-    config = resolve(load_config([], sets=sets | {"logging.loki_url": "http://me:pw@127.0.0.1:3100"}))
+    overrides = {"data.name": "text", "data.root": "my data", "training.device": "cpu", "training.learning_rate": 0.5}
+    config = resolve(load_config([], overrides=overrides | {"logging.loki_url": "http://me:pw@127.0.0.1:3100"}))
     assert own_overrides(config, same_machine=False) == [
         *('data.name="text"', 'data.root="my data"', 'training.device="cpu"')
     ]

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tools.reference import pages
 
-from smolcluster.config import Config, builtin_configs, canonical_strategy, dump, flag_sets, load_config, resolve
+from smolcluster.config import Config, builtin_configs, canonical_strategy, dump, flag_overrides, load_config, resolve
 from smolcluster.config.checks import conflicts
 from smolcluster.config.flags import FLAGS
 from smolcluster.config.names import FLAT, known_keys, nearest
@@ -135,11 +135,12 @@ def test_default_needs_no_download_and_two_workers() -> None:
 # Merging
 
 
-def test_sources_then_overrides_then_sets(tmp_path: Path) -> None:
+def test_sources_then_overrides(tmp_path: Path) -> None:
     first = write(tmp_path, "training: {steps: 1, epochs: 1, batch_size: 1}\ncluster: {workers: [a, b]}", "1.yaml")
     second = write(tmp_path, "training: {steps: 2, epochs: 2}\ncluster: {workers: [c]}", "2.yaml")
     config = load_config(
-        [first, second], overrides=["training.steps=3", "epochs=4"], sets={"training.steps": 5, "training.epochs": None}
+        [first, second],
+        overrides=["training.steps=3", "epochs=4", ("training.steps", 5), ("training.epochs", None)],
     )
     assert (config.training.steps, config.training.epochs, config.training.batch_size) == (5, 4, 1)
     assert config.cluster.workers == ["c"]
@@ -205,7 +206,7 @@ def test_clipping_switched_on_again(tmp_path: Path) -> None:
 def test_a_strategy_named_anywhere_beats_the_file_name(tmp_path: Path) -> None:
     named = write(tmp_path, "strategy: fsdp")
     assert load_config([named, "cluster_config_edp"]).strategy.name == "fsdp"
-    assert load_config(["cluster_config_edp"], sets={"strategy.name": "single"}).strategy.name == "single"
+    assert load_config(["cluster_config_edp"], overrides={"strategy.name": "single"}).strategy.name == "single"
     both = load_config(["cluster_config_edp", "cluster_config_syncps"])
     assert both.strategy.name == "syncps"
 
@@ -255,7 +256,7 @@ cluster:
   workers: [1]
 """,
     )
-    assert error(path, overrides=["training.steps=many"], sets={"model.model_dim": 0}) == [
+    assert error(path, overrides=["training.steps=many", ("model.model_dim", 0)]) == [
         f"{path}:2: trainin.batch_size = 16: unknown key; did you mean 'training.batch_size'?",
         f"{path}:4: model.learning_rate = 0.0006: unknown key; did you mean 'training.learning_rate'?",
         f"{path}:5: model.type = 'resnet': must be gpt, qwen3 or simplenn",
@@ -376,7 +377,7 @@ def test_worker_that_is_no_host(tmp_path: Path) -> None:
 
 
 def test_a_conflict_points_at_what_came_last() -> None:
-    (message,) = error("gpt", sets={"training.learning_rate": 1e-6})
+    (message,) = error("gpt", overrides={"training.learning_rate": 1e-6})
     assert message.startswith("--learning-rate: lr_schedule.min_lr")
 
 
@@ -542,7 +543,7 @@ SUBSETS = st.fixed_dictionaries({}, optional=FREE)
 @example({"strategy.options": {"": float("inf")}})
 @given(SUBSETS)
 def test_any_overrides_round_trip(tmp_path_factory: pytest.TempPathFactory, given_values: dict[str, Any]) -> None:
-    config = load_config([], sets=given_values)
+    config = load_config([], overrides=given_values)
     overrides = [f"{key}={to_yaml(value)}" for key, value in given_values.items() if value is not None]
     assert load_config([], overrides=overrides) == config
     path = tmp_path_factory.getbasetemp() / "round.yaml"
@@ -572,7 +573,7 @@ def test_any_hosts_round_trip(
 
 @given(SUBSETS)
 def test_resolving_twice_changes_nothing(given_values: dict[str, Any]) -> None:
-    config = resolve(load_config([], sets=given_values))
+    config = resolve(load_config([], overrides=given_values))
     assert resolve(config) == config
 
 
@@ -598,20 +599,20 @@ def test_json_schema_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sets", "length"),
+    ("overrides", "length"),
     [
-        ([], {"training.epochs": 3}, (3, None)),
-        (["num_epochs=3"], {}, (3, None)),
-        ([], {}, (None, 300)),
-        (["training.epochs=null"], {}, (None, 300)),
-        (["training.epochs=3"], {"training.steps": 7}, (3, 7)),  # both are said there: steps win
-        (["training.steps=7"], {"training.epochs": 3}, (3, 7)),
+        ({"training.epochs": 3}, (3, None)),
+        (["num_epochs=3"], (3, None)),
+        ([], (None, 300)),
+        (["training.epochs=null"], (None, 300)),
+        (["training.epochs=3", ("training.steps", 7)], (3, 7)),  # both are said there: steps win
+        (["training.steps=7", ("training.epochs", 3)], (3, 7)),
     ],
 )
 def test_epochs_of_the_command_line_count_where_a_file_has_steps(
-    overrides: list[str], sets: dict[str, Any], length: tuple[int | None, int | None]
+    overrides: Any, length: tuple[int | None, int | None]
 ) -> None:
-    training = resolve(load_config(["default"], overrides=overrides, sets=sets)).training
+    training = resolve(load_config(["default"], overrides=overrides)).training
     assert (training.epochs, training.steps) == length
 
 
@@ -656,14 +657,14 @@ def test_generated_pages_are_up_to_date(page: Path) -> None:
 
 def test_flags_set_keys() -> None:
     given_flags = dict.fromkeys(FLAGS) | {"hidden_size": 64, "layers": 2, "mixed_precision": True}
-    assert flag_sets(given_flags) == {"model.model_dim": 64, "model.num_layers": 2, "training.precision": "bf16"}
-    assert flag_sets({"mixed_precision": False, "use_gradient_checkpointing": False}) == {}
-    assert flag_sets({"use_gradient_checkpointing": True}) == {"training.gradient_checkpointing": True}
+    assert flag_overrides(**given_flags) == {"model.model_dim": 64, "model.num_layers": 2, "training.precision": "bf16"}
+    assert flag_overrides(mixed_precision=False, use_gradient_checkpointing=False) == {}
+    assert flag_overrides(use_gradient_checkpointing=True) == {"training.gradient_checkpointing": True}
     assert set(FLAGS.values()) <= set(known_keys())
 
 
 def test_a_flag_of_zero_is_given() -> None:
-    assert flag_sets({"save_interval": 0, "gradient_clip_norm": 0.0}) == {
+    assert flag_overrides(save_interval=0, gradient_clip_norm=0.0) == {
         "training.checkpoint_steps": 0,
         "training.grad_clip_norm": 0.0,
     }

@@ -218,21 +218,6 @@ def test_head_has_no_body_and_holds_no_stream(port: int) -> None:
         assert (status, body) == (200, b"")
 
 
-@pytest.mark.parametrize(
-    ("request_", "status"),
-    [
-        (b"GET / HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n", b"421"),
-        (b"GET / HTTP/1.0\r\n\r\n", b"421"),
-        (b"GET http://evil.example/api/runs HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n", b"421"),
-        (b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nConnection: close\r\n\r\n", b"403"),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 30_000, b"400"),  # and more to come
-        (b"nonsense\r\n\r\n", b"400"),
-    ],
-)  # fmt: skip
-def test_requests_that_no_browser_of_ours_would_make(port: int, request_: bytes, status: bytes) -> None:
-    assert raw(port, request_).split(b" ")[1] == status
-
-
 def test_an_upgrade_to_a_websocket_is_not_made(port: int) -> None:
     asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n"
     answer = raw(port, asked + b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n")

@@ -25,13 +25,13 @@ from smolcluster.errors import UserError
     ],
 )
 def test_ways_to_say_it(said: Any, meant: str) -> None:
-    assert load_config([], sets={"training.best": said}).training.best == meant
+    assert load_config([], overrides={"training.best": said}).training.best == meant
 
 
 @pytest.mark.parametrize("said", ["f1", "accuracy, most", "", "a b c"])
 def test_what_is_no_metric_and_direction_is_refused(said: str) -> None:
     with pytest.raises(UserError, match="name a metric, and min or max, as in 'accuracy, max'"):
-        load_config([], sets={"training.best": said})
+        load_config([], overrides={"training.best": said})
 
 
 def test_the_best_is_followed_and_kept() -> None:

@@ -17,10 +17,10 @@ from torch import Tensor
 from smolcluster.comm.elastic.membership.mailbox import Mailbox
 from smolcluster.comm.elastic.membership.roster import JoinRefused, Member, Roster
 from smolcluster.comm.elastic.membership.server_link import Lease
-from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.handshake import Peer
 from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.comm.view import View
 from smolcluster.compute.optim import make_optimizer
 from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
@@ -65,7 +65,7 @@ class FakeLink:
 
 
 class Scripted(Coordinator):
-    """Lends four samples at a time, and keeps what it loads in the run."""
+    """Leases four samples at a time, and keeps what it loads in the run."""
 
     run: Run
 
@@ -596,7 +596,7 @@ def test_a_peer_that_is_refused_without_end_does_not_fill_the_log(caplog: pytest
 # A run over epochs: its last step moves
 
 
-def test_nobody_is_lent_a_step_twice_when_the_run_becomes_shorter_and_longer_again() -> None:
+def test_nobody_gets_a_lease_of_a_step_twice_when_the_run_becomes_shorter_and_longer_again() -> None:
     run = Run(whole=True)
     run.coordinator._rounds_ahead = 3
     run.join(0, 1)

@@ -35,7 +35,7 @@ class Slow(Tiny):
 
 @pytest.fixture
 def task() -> Slow:
-    return Slow(load_config([], sets={"training.batch_size": 8}))
+    return Slow(load_config([], overrides={"training.batch_size": 8}))
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.membership.server_link import Lease
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.handshake import Peer
-from smolcluster.compute.balance import steps_in_time
-from smolcluster.compute.gate import FIRST_ROUNDS, UsualNorm
 from smolcluster.data.leases import Leases
 from smolcluster.data.sampler import Sampler
+from smolcluster.engine.elastic.balance import steps_in_time
 from smolcluster.engine.elastic.coordination.local_rounds import SLACK, LocalRounds
+from smolcluster.engine.elastic.gradient_gate import FIRST_ROUNDS, UsualNorm
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import LeaseReader
 

@@ -28,7 +28,7 @@ def test_steps_are_steps() -> None:
     assert last_step(TrainingConfig(steps=7, epochs=3), samples=405, batch=10, step=5, read=100) == 7
 
 
-def test_what_was_lent_and_not_counted_is_read_again_where_it_can_be() -> None:
+def test_what_was_leased_and_not_counted_is_read_again_where_it_can_be() -> None:
     state = {"position": 100, "holes": [[10, 5], [20, 1]]}
     assert samples_read(state, with_holes=True) == 100
     assert samples_read(state, with_holes=False) == 94

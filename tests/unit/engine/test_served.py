@@ -18,13 +18,13 @@ import torch
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.membership.server_link import Lease
 from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
-from smolcluster.compute.gate import TRIES
 from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.config.options import EDPOptions, SyncPSOptions
 from smolcluster.data.leases import Leases, Range
 from smolcluster.engine.elastic import parameter_server, synchronous
 from smolcluster.engine.elastic.asynchronous import AsynchronousServer
+from smolcluster.engine.elastic.gradient_gate import TRIES
 from smolcluster.engine.elastic.pushed_rounds import PushedRounds
 from smolcluster.engine.elastic.synchronous import SynchronousServer
 from smolcluster.engine.elastic.wal.journal import Journal
@@ -250,19 +250,19 @@ def test_one_that_pushes_a_step_twice_is_put_out_and_ends_nobody(syncps: Server)
     assert [push.member for push in pushes] == [b]
     syncps.role._record(pushes, syncps.role._average(pushes))
     assert syncps.leases.state_dict() == {"position": 8, "holes": [[0, 4]]}
-    assert syncps.leases.grant("another", 1, 4) == [Range(0, 4)]  # lent again, not set aside
+    assert syncps.leases.grant("another", 1, 4) == [Range(0, 4)]  # leased again, not set aside
 
 
-def test_samples_of_a_gradient_that_was_only_too_old_are_lent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_a_gradient_that_was_only_too_old_are_leased_again(monkeypatch: pytest.MonkeyPatch) -> None:
     edp = Server(EDP, EDPOptions(staleness_bound=0), monkeypatch)
     a, b = edp.join(0, 1)
-    lent = edp.leases.held(a.instance)[1]
+    lease = edp.leases.held(a.instance)[1]
     edp.role.replica.updates = 1
     edp.role._answer(edp.push(a, 1.0, version=0))
     assert "1 versions old, which exceeds the staleness bound" in edp.warned[0]
     assert not edp.role._waiting
     assert edp.leases._aside == []
-    assert edp.leases.held(a.instance)[3] == lent  # at once, and to whoever is next
+    assert edp.leases.held(a.instance)[3] == lease  # at once, and to whoever is next
     edp.role._answer(edp.push(b, 1.0, version=1))
     assert len(edp.role._waiting) == 1
 
@@ -837,7 +837,7 @@ def test_an_overflow_lowers_the_scale_of_all_and_costs_no_samples(monkeypatch: p
         server.role._answer(MemberMessage(who, Message(kind=Kind.PUSH, step=1, epoch=who.epoch, meta=meta)))
         answer = who.link.sent[-1]
         assert (answer.kind, answer.meta["scale"]) == (Kind.ACK, {"value": 2.0**15, "good_steps": 0})
-        assert server.leases.held(who.instance)[3] == lost, "the samples are lent again"
+        assert server.leases.held(who.instance)[3] == lost, "the samples are leased again"
     assert scale.value == 2.0**15, "both overflowed under one scale"
     assert all("overflowed in fp16 at loss scale 65536" in warning for warning in server.warned)
 

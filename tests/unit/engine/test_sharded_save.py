@@ -35,7 +35,7 @@ STEP = torch.tensor(5.0)
 
 
 class Notes:
-    """A bulletin within this process."""
+    """Key-value notes within this process."""
 
     def __init__(self) -> None:
         self._notes: dict[str, Any] = {}

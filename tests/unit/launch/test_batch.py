@@ -38,12 +38,12 @@ ROOT = Path(__file__).parents[3]
 TASK = "/app/my_task.py:Mine"
 
 
-def job(plane: str = "mesh", **sets: Any) -> BatchJob:
+def job(plane: str = "mesh", **overrides: Any) -> BatchJob:
     """As `plan_job` makes them, without asking the strategy."""
-    fields = {k: sets.pop(k) for k in tuple(sets) if k in BatchJob.__dataclass_fields__}
+    fields = {k: overrides.pop(k) for k in tuple(overrides) if k in BatchJob.__dataclass_fields__}
     name = "edp" if plane == "elastic" else "allreduce"
     count = int(fields.get("nodes", 1)) * int(fields.get("workers_per_node", 1))
-    config = resolve(load_config(["gpt"], sets={"strategy.name": name, "cluster.num_workers": count} | sets))
+    config = resolve(load_config(["gpt"], overrides={"strategy.name": name, "cluster.num_workers": count} | overrides))
     default = {"name": f"gpt-{name}", "sources": ("gpt",), "strategy": name}
     return BatchJob(config=config, plane=plane, **default | fields)
 

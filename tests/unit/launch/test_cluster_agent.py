@@ -30,7 +30,7 @@ from smolcluster.launch.cluster.layout import ClusterMachine
 from smolcluster.launch.cluster.mirror import put
 
 
-def parcel(**files: str) -> PackedFiles:
+def packed(**files: str) -> PackedFiles:
     return PackedFiles(_pack((name, text.encode()) for name, text in files.items()))
 
 
@@ -43,7 +43,7 @@ def test_unpacking_with_a_python_that_has_no_filters(tmp_path: Path, monkeypatch
         plain(archive, path, filter="fully_trusted")  # what was meant where nothing could be said
 
     monkeypatch.setattr(tarfile.TarFile, "extractall", extractall)
-    files.unpack(str(tmp_path), "code/a", parcel(one="1").data, fresh=True)
+    files.unpack(str(tmp_path), "code/a", packed(one="1").data, fresh=True)
     assert (tmp_path / "code/a/one").read_text() == "1"
 
 
@@ -59,7 +59,7 @@ def test_old_copies_go_but_for_those_in_use(tmp_path: Path) -> None:
     (place / "order.json").write_text(json.dumps({"code": "c0"}))
     lock = keeper.lock_file(place / "lock")
     for number in range(6):
-        files.unpack(str(tmp_path), f"code/c{number}", parcel(n=str(number)).data, fresh=True)
+        files.unpack(str(tmp_path), f"code/c{number}", packed(n=str(number)).data, fresh=True)
         os.utime(tmp_path / f"code/c{number}", (number, number))
     assert sorted(path.name for path in (tmp_path / "code").iterdir()) == ["c0", "c3", "c4", "c5"]
     lock.close()
@@ -67,7 +67,7 @@ def test_old_copies_go_but_for_those_in_use(tmp_path: Path) -> None:
 
 def test_two_that_send_the_same_at_once_leave_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another `up` puts its own there while this one unpacks, and a process uses it already."""
-    data = parcel(one="1", two="2").data
+    data = packed(one="1", two="2").data
     plain = tarfile.TarFile.extractall
 
     def extractall(archive: Any, path: Any, **how: Any) -> None:
@@ -87,7 +87,7 @@ def test_two_that_send_the_same_at_once_leave_it_whole(tmp_path: Path, monkeypat
 
 
 def test_what_lost_a_file_is_replaced(tmp_path: Path) -> None:
-    data = parcel(one="1", two="2").data
+    data = packed(one="1", two="2").data
     files.unpack(str(tmp_path), "code/a", data, fresh=True)
     (tmp_path / "code/a/two").unlink()
     files.unpack(str(tmp_path), "code/a", data, fresh=True)
@@ -98,7 +98,7 @@ def test_what_was_sent_in_part_long_ago_is_cleared_out(tmp_path: Path) -> None:
     for name, age in (("a.pi5-7.new", 0.0), ("b.pi5-8.new", files.LEFT_S + 60)):
         (tmp_path / "code" / name).mkdir(parents=True)
         os.utime(tmp_path / "code" / name, (time.time() - age,) * 2)
-    files.unpack(str(tmp_path), "code/c", parcel(one="1").data, fresh=True)
+    files.unpack(str(tmp_path), "code/c", packed(one="1").data, fresh=True)
     assert sorted(path.name for path in (tmp_path / "code").iterdir()) == ["a.pi5-7.new", "c"]
 
 
@@ -616,7 +616,14 @@ def test_what_a_machine_keeps_is_its_users_alone(tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nif [ "$1" = -m ]; then mkdir run; echo said; else exec {sys.executable} "$@"; fi\n')
     python.chmod(0o755)
     process = {"name": "w", "arguments": [], "again": None, "restart": False, "environment": {"HF_TOKEN": "secret"}}
-    start = {"op": "start", "processes": [process], "python": str(python), "code": "c", "parcel": "p", "panes": False}
+    start = {
+        "op": "start",
+        "processes": [process],
+        "python": str(python),
+        "code": "c",
+        "fingerprint": "p",
+        "panes": False,
+    }
     asked = [{"op": "begin", **where}, start | where]
     code = "import os; os.umask(0o022); from smolcluster.launch.cluster.agent.main import main; main()"
     lines = "".join(json.dumps(request) + "\n" for request in asked)

@@ -318,15 +318,15 @@ def test_the_users_files_go_along(tmp_path: Path) -> None:
     (tmp_path / "tasks" / "parts").mkdir(parents=True)
     for name in ("tasks/mine.py", "tasks/parts/net.py", "tasks/notes.txt", "tasks/.secret.py", "book.txt"):
         (tmp_path / name).write_text("x = 1\n")
-    config = load_config([], sets={"task": f"{tmp_path / 'tasks/mine.py'}:Mine", "run.files": ["book.txt"]})
-    parcel = pack_user_files(config, tmp_path)
-    assert sorted(names(parcel.data)) == ["book.txt", "config.yaml", "tasks/mine.py", "tasks/parts/net.py"]
-    with tarfile.open(fileobj=io.BytesIO(parcel.data)) as archive:
+    config = load_config([], overrides={"task": f"{tmp_path / 'tasks/mine.py'}:Mine", "run.files": ["book.txt"]})
+    packed = pack_user_files(config, tmp_path)
+    assert sorted(names(packed.data)) == ["book.txt", "config.yaml", "tasks/mine.py", "tasks/parts/net.py"]
+    with tarfile.open(fileobj=io.BytesIO(packed.data)) as archive:
         file = archive.extractfile("config.yaml")
         assert yaml.safe_load(file.read())["task"] == "tasks/mine.py:Mine"
     for wrong, said in ((["../x"], "is not below"), (["gone"], "no such file")):
         with pytest.raises(UserError, match=said):
-            pack_user_files(load_config([], sets={"run.files": wrong}), tmp_path)
+            pack_user_files(load_config([], overrides={"run.files": wrong}), tmp_path)
 
 
 def test_what_the_package_needs() -> None:

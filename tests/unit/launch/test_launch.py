@@ -75,8 +75,8 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Elastic:
     return Elastic(tmp_path)
 
 
-def config(workers: int = 2, **sets: Any) -> Config:
-    return resolve(load_config([], sets={"strategy.name": "edp", "cluster.num_workers": workers} | sets))
+def config(workers: int = 2, **overrides: Any) -> Config:
+    return resolve(load_config([], overrides={"strategy.name": "edp", "cluster.num_workers": workers} | overrides))
 
 
 # Keeping it going ---------------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def test_a_run_that_died_before_it_saved_anything_begins_anew(tmp_path: Path, mo
     )  # told to stop while it started, as by a batch system
     assert find_resume("auto", run_dir=run.path) is None
     run.summary.write_text('{"status": "failed"}')
-    prepared = prepare(["gpt"], sets={"strategy.name": "edp"}, run_dir=run.path, resume="auto")
+    prepared = prepare(["gpt"], overrides={"strategy.name": "edp"}, run_dir=run.path, resume="auto")
     assert (prepared.resume, prepared.fresh, prepared.run_dir) == (None, True, run)
     # Without a configuration it is the one that the run began with: the same seed, the same weights.
     assert prepare(run_dir=run.path, resume="auto").config.training.seed == 7
@@ -411,7 +411,7 @@ def test_a_run_that_died_before_it_saved_anything_begins_anew(tmp_path: Path, mo
 
 def test_planes() -> None:
     assert choose_plane(config()) == "elastic"
-    assert choose_plane(resolve(load_config([], sets={"strategy.name": "allreduce"}))) == "mesh"
+    assert choose_plane(resolve(load_config([], overrides={"strategy.name": "allreduce"}))) == "mesh"
     with pytest.raises(UserError, match="strategy edp does not run on the mesh plane; strategies that do: allreduce, "):
         choose_plane(config(**{"cluster.plane": "mesh"}))
     with pytest.raises(
@@ -419,7 +419,7 @@ def test_planes() -> None:
     ):
         choose_plane(config(**{"cluster.plane": "elastic", "strategy.name": "single"}))
     with pytest.raises(UserError, match="--backend gloo is for the mesh plane"):
-        prepare([], sets={"strategy.name": "edp"}, backend="gloo")
+        prepare([], overrides={"strategy.name": "edp"}, backend="gloo")
 
 
 def test_the_servers_rows_are_the_runs() -> None:
@@ -437,14 +437,13 @@ EDP = str(ROOT / "configs" / "cluster_config_edp.yaml")
 
 
 def test_without_files_all_but_its_own_comes_from_the_server() -> None:
-    sets = {"training.device": "cpu", "training.precision": None, "data.root": "/data"}
+    own = {"training.device": "cpu", "training.precision": None, "data.root": "/data"}
     spec = worker_spec(
         1,
         "pi5",
         server="mini1:7",
-        sets=sets,
         batch_size=8,
-        overrides=["logging.log_interval=3"],
+        overrides=["logging.log_interval=3", *own.items()],
         strategy="SynchronousPS",
     )
     assert (spec.config, spec.rank, spec.host, spec.server, spec.plane) == ({}, 1, "pi5", "mini1:7", "elastic")
@@ -458,7 +457,7 @@ def test_without_files_all_but_its_own_comes_from_the_server() -> None:
 
 
 def test_with_files_the_server_and_the_host_are_known() -> None:
-    spec = worker_spec(3, "macbook", sources=[EDP, "gpt"], sets={"training.device": "mps"})
+    spec = worker_spec(3, "macbook", sources=[EDP, "gpt"], overrides={"training.device": "mps"})
     assert spec.server == "10.10.0.1:65432"
     assert spec.config["strategy"]["name"] == "edp"
     assert spec.overrides == {"training.device": "mps"}
@@ -477,7 +476,7 @@ def test_with_files_the_server_and_the_host_are_known() -> None:
         ({"server": "mini1:99999"}, "--server 'mini1:99999' is not HOST:PORT"),
         ({"server": "a:1", "overrides": ["training.learning_rate=1"]}, "training.learning_rate is set by the server"),
         ({"server": "a:1", "overrides": ["cluster.token=abc"]}, "cluster.token is set by the server"),
-        ({"server": "a:1", "sets": {"training.precision": "fp8"}}, "--precision: training.precision = 'fp8': must be fp32"),
+        ({"server": "a:1", "overrides": {"training.precision": "fp8"}}, "--precision: training.precision = 'fp8': must be"),
         ({"server": "a:1", "strategy": "edpp"}, "unknown strategy 'edpp'; did you mean 'edp'"),
     ],
 )  # fmt: skip
@@ -492,7 +491,7 @@ def test_one_worker_goes_on_with_what_several_began(tmp_path: Path, monkeypatch:
     with run.opened("cluster: {num_workers: 2}\nstrategy: allreduce\n", resume=False):
         (run.checkpoints / "step-00000001").mkdir(parents=True)
         (run.checkpoints / "step-00000001" / "manifest.json").write_text("{}")
-    assert prepare(resume="run", sets={"strategy.name": "single"}).workers == 1
+    assert prepare(resume="run", overrides={"strategy.name": "single"}).workers == 1
     assert prepare(resume="run").workers == 2
 
 

@@ -85,8 +85,8 @@ def test_what_need_not_or_cannot_start_again() -> None:
     check_restartable(config(), "mesh")
 
 
-def config(**sets: Any) -> Config:
-    return resolve(load_config([], sets={"strategy.name": "allreduce", "cluster.num_workers": 2} | sets))
+def config(**overrides: Any) -> Config:
+    return resolve(load_config([], overrides={"strategy.name": "allreduce", "cluster.num_workers": 2} | overrides))
 
 
 def prepared(config: Config, run_dir: RunDir) -> Prepared:
@@ -236,8 +236,8 @@ class Restarted(Story):
     def run(self, script: Script, elastic: str = "1:2", **options: Any) -> dict[str, Any]:
         self.write(script)
         wish = parse_elastic(elastic, **options)
-        sets = {"cluster.num_workers": wish.max_workers, "cluster.standby": False}
-        return run_restarting(prepared(config(**sets), self.run_dir), wish, sinks=[self])
+        overrides = {"cluster.num_workers": wish.max_workers, "cluster.standby": False}
+        return run_restarting(prepared(config(**overrides), self.run_dir), wish, sinks=[self])
 
     def specs(self, rank: int) -> list[dict[str, Any]]:
         lines = (self.run_dir.path / f"worker-{rank}-specs.jsonl").read_text().splitlines()

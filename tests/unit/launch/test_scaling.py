@@ -106,9 +106,9 @@ def test_the_picture_is_well_formed_and_has_every_point() -> None:
     assert ElementTree.fromstring(draw(scaling_of(size(1, reason="cannot")))) is not None
 
 
-def request(folder: Path, *, sizes: list[int], weak: bool = False, **sets: Any) -> ScalingRequest:
+def request(folder: Path, *, sizes: list[int], weak: bool = False, **overrides: Any) -> ScalingRequest:
     return ScalingRequest(
-        sets={"training.batch_size": 6, "training.device": "cpu", **sets},
+        overrides={"training.batch_size": 6, "training.device": "cpu", **overrides},
         sizes=sizes,
         weak=weak,
         steps=2,

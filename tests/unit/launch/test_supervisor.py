@@ -35,7 +35,7 @@ class Mesh(Story):
         for name, lives in script.items():
             script[name] = [[action.format(rank=name[-1]) for action in life] for life in lives]
         self.write(script)
-        config = resolve(load_config([], sets={"strategy.name": "allreduce", "cluster.num_workers": len(script)}))
+        config = resolve(load_config([], overrides={"strategy.name": "allreduce", "cluster.num_workers": len(script)}))
         return run_local(Prepared(config=config, workers=len(script), run_dir=self.run_dir), sinks=[self])
 
 

@@ -619,7 +619,7 @@ def test_a_password_is_in_no_log_and_no_file(path: Path, loki: StrictLoki) -> No
     for file in path.parent.iterdir():
         assert "topsecret" not in file.read_text()
     assert "topsecret" not in repr(endpoint_of(url))
-    config = resolve(load_config([], sets={"logging.loki_url": url}))
+    config = resolve(load_config([], overrides={"logging.loki_url": url}))
     assert public_dict(config)["logging"]["loki_url"] == loki.url
     assert "topsecret" not in dump(config)
     assert "SMOLCLUSTER_LOKI_AUTH" in dump(config)

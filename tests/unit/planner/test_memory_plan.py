@@ -63,8 +63,8 @@ GPT = {
 }
 
 
-def subject(ranks: int, sets: dict[str, Any] | None = None) -> Workload:
-    config = resolve(load_config([], sets={**GPT, "cluster.num_workers": ranks, **(sets or {})}))
+def subject(ranks: int, overrides: dict[str, Any] | None = None) -> Workload:
+    config = resolve(load_config([], overrides={**GPT, "cluster.num_workers": ranks, **(overrides or {})}))
     return Workload.open(config, find_task(config), num_ranks=ranks, device=CPU)
 
 
@@ -318,7 +318,7 @@ def test_memory_that_others_use_now_is_warned_of() -> None:
 
 def test_a_worker_refuses_before_it_meets_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(role, "room_of", lambda _: Room(total=10**6, free=10**6))
-    config = resolve(load_config([], sets={**GPT, "strategy.name": "pipeline", "cluster.num_workers": 2}))
+    config = resolve(load_config([], overrides={**GPT, "strategy.name": "pipeline", "cluster.num_workers": 2}))
     place = {"rank": 1, "world_size": 2, "local_rank": 1, "local_world_size": 2}
     spec = spec_of(config=config.model_dump(mode="json"), run_dir=str(tmp_path), **place)
     with pytest.raises(UserError, match=r"2 ranks on this machine together must hold .* has 1\.00 MB"):
@@ -344,7 +344,7 @@ def test_only_what_is_sure_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(role, "check_memory", lambda costs, **_: said.append(costs[0].states_bytes))
     for name in ("Light", "Frozen"):
         config = resolve(
-            load_config([], sets={"task": f"{path}:{name}", "training.device": "cpu", "training.batch_size": 4})
+            load_config([], overrides={"task": f"{path}:{name}", "training.device": "cpu", "training.batch_size": 4})
         )
         spec = spec_of(config=config.model_dump(mode="json"), run_dir=str(tmp_path))
         Worker(spec, None, [])._prepare()  # type: ignore[arg-type]
@@ -436,7 +436,7 @@ def test_what_is_asked() -> None:
     labels = [c.label for c in choices(3)]
     assert not any("hybrid" in label for label in labels)  # 3 has no half
     assert [c.label for c in choices(1)] == ["single"]
-    config = resolve(load_config([], sets={**GPT, "strategy.name": "fsdp", "strategy.prefetch": 2}))
+    config = resolve(load_config([], overrides={**GPT, "strategy.name": "fsdp", "strategy.prefetch": 2}))
     asked = [c.label for c in choose(config, ranks=2, plane="mesh", only=["zero", "mp"])]
     assert asked[0] == as_configured(config, "mesh").label == "fsdp, as configured"
     assert "pipeline zbv" in asked

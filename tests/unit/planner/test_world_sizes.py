@@ -15,9 +15,9 @@ from smolcluster.planner.world_sizes import plans, share
 SMALL = {"model.model_dim": 32, "model.num_heads": 4, "model.num_layers": 3, "training.batch_size": 4}
 
 
-def found(strategy: str, sizes: range, **sets: Any) -> dict[int, Config | str]:
+def found(strategy: str, sizes: range, **overrides: Any) -> dict[int, Config | str]:
     config = resolve(
-        load_config([], sets=SMALL | {"strategy.name": strategy, "cluster.num_workers": max(sizes)} | sets)
+        load_config([], overrides=SMALL | {"strategy.name": strategy, "cluster.num_workers": max(sizes)} | overrides)
     )
     return {size: str(p) if isinstance(p, UserError) else p for size, p in plans(config, sizes).items()}
 

@@ -60,7 +60,9 @@ def test_it_is_saved_by_name_and_restored_to_the_bit() -> None:
 
 
 def make_strategy() -> DiLoCo:
-    config = resolve(load_config([], sets={"strategy.name": "diloco", "training.device": "cpu", "training.steps": 8}))
+    config = resolve(
+        load_config([], overrides={"strategy.name": "diloco", "training.device": "cpu", "training.steps": 8})
+    )
     seat = Seat(rank=0, node="here", shard=0)
     context = Context(
         config=config,

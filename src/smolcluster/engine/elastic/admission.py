@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from smolcluster.comm.elastic.membership.roster import JoinRefused, Member
-from smolcluster.comm.elastic.membership.view import ViewMember
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.messages import Peer
+from smolcluster.comm.view import ViewMember
 from smolcluster.engine.elastic.adopted_config import MAX_STEPS
 from smolcluster.engine.identity import instance_of
 

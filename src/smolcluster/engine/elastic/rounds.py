@@ -44,11 +44,10 @@ from smolcluster.comm.elastic.collectives.peers import Peers
 from smolcluster.comm.elastic.membership.proofs import read_keys
 from smolcluster.comm.elastic.membership.received_state import SLICE_BYTES
 from smolcluster.comm.elastic.membership.server_link import Lease
-from smolcluster.comm.elastic.membership.view import View, ViewChanged
-from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.group import PeerLost
 from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds, UnreadableContribution
+from smolcluster.comm.view import View, ViewChanged, ViewMember
 from smolcluster.engine.alone import Alone
 from smolcluster.engine.elastic.deadline import WAITING_S
 from smolcluster.engine.elastic.member_side import MemberSide
@@ -413,7 +412,7 @@ class ElasticRounds(Rounds, MemberSide):
                 return True
         return False
 
-    def _donate(self, joiner: Seated) -> None:
+    def _donate(self, joiner: ViewMember) -> None:
         state = self._strategy.state()
         tensors = {n: t.to("cpu", copy=True).contiguous() for n, t in state.packed().items()}
         self._peers.send_state(joiner, tensors, {"numbers": state.numbers, "epoch": self._epoch})

@@ -13,9 +13,9 @@ from smolcluster.comm.elastic.membership.received_state import server_messages
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON, printable
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.compute.balance import share_out, smoothed
-from smolcluster.compute.gate import GradientGate
 from smolcluster.compute.replica import Replica
+from smolcluster.engine.elastic.balance import share_out, smoothed
+from smolcluster.engine.elastic.gradient_gate import GradientGate
 from smolcluster.strategies.base import Commit, Context, ServerContext
 from smolcluster.strategies.base.replicated import replica_state
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smolcluster.config import Config, builtin_configs, load_config
+from smolcluster.config import Config, builtin_configs, flag_overrides, load_config
 from smolcluster.errors import UserError
 from smolcluster.launch.batch.text import parse_time
-from smolcluster.launch.prepare import absolute_task, is_task, prepare, sets_of, task_name
+from smolcluster.launch.prepare import absolute_task, is_task, prepare, task_name
 from smolcluster.launch.restart.plan import ElasticRange, check_restartable, parse_elastic
 
 RENDEZVOUS_PORT = 29400  # --rdzv-endpoint of `train --elastic`
@@ -82,8 +82,8 @@ def plan_job(
     _check_counts(nodes=nodes, workers=workers_per_node, gpus=gpus, cpus=cpus)
     elastic_range = None if elastic is None else _elastic(elastic, nodes=nodes, workers_per_node=workers_per_node)
     _check_cluster(load_config([s for s in sources if not is_task(s)], overrides=overrides))
-    sets = sets_of(strategy=strategy, workers=nodes * workers_per_node, plane=plane, steps=steps, seed=seed)
-    prepared = prepare(sources, overrides=overrides, sets=sets, backend=backend, lead=False)
+    flags = flag_overrides(strategy=strategy, workers=nodes * workers_per_node, plane=plane, steps=steps, seed=seed)
+    prepared = prepare(sources, overrides=[*overrides, *flags.items()], backend=backend, lead=False)
     config = prepared.config
     if elastic_range is not None:
         check_restartable(config, prepared.plane)

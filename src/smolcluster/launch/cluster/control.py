@@ -200,7 +200,7 @@ def _check_same(deployment: Deployment, facts: Mapping[str, Mapping[str, Any]]) 
         process
         for seen in facts.values()
         for process, state in seen["processes"].items()
-        if state["alive"] and state.get("parcel") not in (None, deployment.fingerprint)
+        if state["alive"] and state.get("fingerprint") not in (None, deployment.fingerprint)
     ]
     if others:
         raise UserError(
@@ -285,7 +285,7 @@ async def _start(host: Host, deployment: Deployment, python: str, chosen: list[C
         processes=processes,
         python=python,
         code=deployment.package.key,
-        parcel=deployment.fingerprint,
+        fingerprint=deployment.fingerprint,
         panes=deployment.panes,
         mark=mark,
         **_location(host, deployment.layout),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from smolcluster.comm.elastic.transport.security import TokenEntry, TokenFile, find_tokens, new_token
-from smolcluster.config import load_config, resolve
+from smolcluster.config import Overrides, list_overrides, load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.config.strategies import check_name
 from smolcluster.errors import UserError
@@ -64,8 +64,7 @@ class UpArguments:
         return read_cluster(
             None if self.file is None else Path(self.folder, self.file),
             train=self.train or (["gpt"] if self.file is None else []),
-            overrides=self.overrides,
-            sets={"strategy.name": self.strategy, "training.steps": self.steps},
+            overrides=[*self.overrides, ("strategy.name", self.strategy), ("training.steps", self.steps)],
             local_workers=self.workers,
             folder=Path(self.folder),
         )
@@ -99,28 +98,27 @@ def read_cluster(
     file: Path | None,
     *,
     train: Sequence[str] = (),
-    overrides: Sequence[str] = (),
-    sets: Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
     local_workers: int | None = None,
     folder: Path | None = None,
 ) -> ClusterRequest:
     """Merge what is trained, the cluster file and overrides, in this order. `train` replaces `run.train`, relative to `folder`
     (default: the working directory). No file: this machine alone."""
-    sets = {key: value for key, value in (sets or {}).items() if value is not None}
+    overrides = list_overrides(overrides)
     folder = folder or Path.cwd()
     if file is None:
         base, own = folder, []
         own_name = socket.gethostname().partition(".")[0] or "here"
-        sets["cluster.hosts"] = {own_name: {"address": LOCAL, "workers": local_workers or 2}}
+        overrides.append(("cluster.hosts", {own_name: {"address": LOCAL, "workers": local_workers or 2}}))
     else:
         if not file.is_file():
             raise UserError(f"{file}: no such file; `smolcluster cluster init` writes one")
         base, own = file.resolve().parent, [str(file)]
-    given = train or load_config(own, overrides=overrides, sets=sets).run.train
+    given = train or load_config(own, overrides=overrides).run.train
     below, task = _sources([given] if isinstance(given, str) else given, folder if train else base)
     if task is not None:
-        sets["task"] = task
-    config = resolve(load_config([*below, *own], overrides=overrides, sets=sets))
+        overrides.append(("task", task))
+    config = resolve(load_config([*below, *own], overrides=overrides))
     config.strategy.name = check_name(config.strategy.name)
     _find_model(config, base)
     return ClusterRequest(file, config, base)

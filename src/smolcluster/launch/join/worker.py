@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smolcluster.comm.addresses import is_loopback
-from smolcluster.config import load_config, public_dict, resolve
+from smolcluster.config import Overrides, list_overrides, load_config, public_dict, resolve
 from smolcluster.config.names import known_keys
 from smolcluster.config.schema import Config
 from smolcluster.config.strategies import check_name
@@ -45,23 +45,23 @@ def worker_spec(
     task: str | None = None,
     strategy: str | None = None,
     batch_size: int | None = None,
-    overrides: Sequence[str] = (),
-    sets: Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
     local_rank: int = 0,
     local_world_size: int = 1,
 ) -> WorkerSpec:
-    """Return the spec of one worker. `sets`: its own keys, by dotted name. A source that is a Python file is its task.
+    """Return the spec of one worker. `overrides`: its own keys. A source that is a Python file is its task.
 
     With configuration files the worker compares them with the server's. Without any it adopts the server's
     (`engine/elastic/adopted_config.py`).
     """
-    own_sets = dict(sets or {})
     tasks = [source for source in sources if is_task(source)]
     if len(tasks) + (task is not None) > 1:
         raise UserError(f"one task at a time, not {', '.join([*tasks, *([task] if task else [])])}")
     task = tasks[0] if tasks else task
     sources = [source for source in sources if source not in tasks]
-    given = load_config(sources, overrides=overrides, sets=own_sets | ({"strategy.name": strategy} if sources else {}))
+    given = load_config(
+        sources, overrides=[*list_overrides(overrides), *([("strategy.name", strategy)] if sources else [])]
+    )
     resolved: dict[str, Any] = {}
     if sources:
         config = resolve(given)

@@ -19,7 +19,6 @@ from smolcluster.comm.elastic.membership.roster import Roster
 from smolcluster.comm.elastic.membership.server_link import ServerLink
 from smolcluster.comm.group import Group, Traffic
 from smolcluster.comm.rounds import Combination, Rounds
-from smolcluster.compute.claims import Count
 from smolcluster.compute.muon import mark_matrices
 from smolcluster.compute.optim import warmup_cosine
 from smolcluster.compute.precision import AgreedScale
@@ -28,7 +27,7 @@ from smolcluster.compute.rng import seed_everything
 from smolcluster.compute.timing import Span
 from smolcluster.config.options import Options
 from smolcluster.config.schema import Config
-from smolcluster.data.leases import Leases
+from smolcluster.data.leases import Leases, Range
 from smolcluster.errors import UserError
 from smolcluster.models.protocols import Recomputable
 from smolcluster.parallel.placement import Node, Placement, Seat, Shape
@@ -126,7 +125,9 @@ class ServerContext:
     committed: Callable[[StepReport], None]  # called after every step, to log, evaluate and save
     wants: Callable[[int], bool]  # whether the state after this step is needed
     arrived: Callable[[int], None]  # call when `state()` is the state after this step
-    count: Count = lambda _: None  # targets in leased samples; None: the task weighs samples alike
+    count: Callable[[Sequence[Range]], float | None] = lambda _: (
+        None
+    )  # targets in leased samples; None: the task weighs samples alike
 
 
 @dataclass(slots=True, kw_only=True)

@@ -51,6 +51,10 @@ def encode(codec, tensor, **arguments):
     return out[: codec.encode(tensor, out, **arguments)]
 
 
+def random_tensor(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def decode(codec, data, shape):
     out = torch.full(shape, math.nan)
     codec.decode(data, out)
@@ -59,10 +63,6 @@ def decode(codec, data, shape):
 
 def round_trip(codec, tensor, **arguments):
     return decode(codec, encode(codec, tensor, **arguments), tensor.shape)
-
-
-def random_tensor(shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # Errors are within their bounds
@@ -154,7 +154,9 @@ def test_encoding_is_a_pure_function_and_decoding_is_deterministic(codec, shape,
         assert first.numel() == codec.nbytes(shape) or (codec.bounded and first.numel() < codec.nbytes(shape))
         # State tensors are replaced, not changed: encoding again from the old ones gives the same.
         assert torch.equal(encode(codec, tensor * (step + 1), key=key, state=before[0]), first)
-        assert torch.equal(decode(codec, first, shape), decode(codec, first.clone(), shape))
+        decoded = decode(codec, first, shape)
+        assert decoded.isfinite().all()
+        assert torch.equal(decoded, decode(codec, first.clone(), shape))
 
 
 @given(some_codec(), dims, seeds)
@@ -245,15 +247,6 @@ def test_unbiased_randk_is_right_on_average():
     assert (apart <= 5 * 3 * tensor.abs() / 4000**0.5).all()
 
 
-def test_randk_loses_what_it_says():
-    tensor = random_tensor((1000,), 5)
-    lost = [
-        float((round_trip(make_codec("randk", fraction=0.05), tensor, key=k) - tensor).square().sum())
-        for k in range(400)
-    ]
-    assert sum(lost) / 400 == pytest.approx(0.95 * float(tensor.square().sum()), rel=0.01)
-
-
 # Error feedback
 
 
@@ -302,6 +295,7 @@ def test_only_what_was_not_undone_counts(codec, fates, seed):
             continue
         if fate == "commit":
             real.commit()
+            real.undo()  # nothing to take back
         assert torch.equal(payload, packer.encode([gradient], key=step, feedback=ideal))
     assert real.state_dict().keys() == ideal.state_dict().keys()
     assert all(torch.equal(t, ideal.state_dict()[k]) for k, t in real.state_dict().items())

@@ -36,7 +36,6 @@ VARIANTS = [
     ("powersgd", {"rank": 1, "values": "fp16"}),
 ]
 LOSSY = [v for v in VARIANTS if v[0] != "fp32"]
-SHAPES = [(), (0,), (1,), (2,), (5,), (64, 0), (0, 64), (1, 1), (33, 65), (4, 3, 5, 7), (1030,)]
 
 
 def ids(variant):
@@ -56,14 +55,14 @@ def encode(codec, tensor, **arguments):
     return out[: codec.encode(tensor, out, **arguments)]
 
 
+def random_tensor(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def round_trip(codec, tensor, **arguments):
     out = torch.full(tensor.shape, math.nan)
     codec.decode(encode(codec, tensor, **arguments), out)
     return out
-
-
-def random_tensor(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # Names and options
@@ -137,16 +136,6 @@ def test_which_codecs_need_feedback():
 )
 def test_bytes_on_the_wire(name, options, shape, size):
     assert make_codec(name, **options).nbytes(shape) == size
-
-
-@every
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_shape_round_trips_in_its_bytes(variant, shape):
-    codec = make(variant)
-    tensor = random_tensor(*shape)
-    decoded = round_trip(codec, tensor, key=3, state={})
-    assert decoded.isfinite().all()
-    assert tensor.numel() > 0 or codec.nbytes(shape) == 0
 
 
 @every
@@ -270,27 +259,6 @@ def test_zeros_are_exact(variant):
     assert not round_trip(make(variant), torch.zeros(70, 33)).any()
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
-@pytest.mark.parametrize("value", [1.0, -1.0, 0.1, 1e-45, 1.2e-38, 3.4e38, 1 / 3])
-def test_int8_gives_constants_back(value, unbiased):
-    tensor = torch.full((3000,), value)
-    tensor[::3] *= -1
-    tensor[1::7] = 0
-    codec = make_codec("int8", unbiased=unbiased)
-    assert all(torch.equal(round_trip(codec, tensor, key=k), tensor) for k in range(5))
-
-
-def test_int8_of_many_constants_is_exact():
-    # A block per number: every float32 is the largest magnitude of its block.
-    tensor = random_tensor(100_000) * 10.0 ** torch.arange(-40, 38, 78 / 100_000)
-    assert torch.equal(round_trip(make_codec("int8", block=1), tensor), tensor)
-
-
-def test_int8_keeps_each_block_to_its_own_scale():
-    tensor = torch.cat([torch.full((64,), 1e-6), torch.full((64,), 1e6), torch.full((10,), 3.0)])
-    assert torch.equal(round_trip(make_codec("int8", block=64), tensor), tensor)
-
-
 def test_topk_keeps_the_largest_and_the_first_among_equals():
     codec = make_codec("topk", fraction=0.5)
     assert round_trip(codec, torch.tensor([1.0, -8.0, 2.0, 0.5, 4.0, -2.0])).tolist() == [0, -8, 2, 0, 4, 0]
@@ -306,12 +274,6 @@ def test_randk_draws_one_of_each_stretch_and_every_key_draws_anew():
     assert len({tuple(draw_places(k, 10, 1003)[0]) for k in range(50)}) == 50
     # Both ends draw: a change here breaks every mixed cluster, and must be meant.
     assert draw_places(1, 4, 1000)[0].tolist() == [137, 255, 738, 916]
-
-
-def test_randk_scales_by_the_stretch():
-    tensor = torch.ones(1000)
-    assert set(round_trip(make_codec("randk", unbiased=True), tensor, key=9).tolist()) == {0.0, 100.0}
-    assert set(round_trip(make_codec("randk"), tensor, key=9).tolist()) == {0.0, 1.0}
 
 
 @pytest.mark.parametrize(
@@ -345,13 +307,6 @@ def test_impossible_places_are_refused():
         bad[change[0]] = change[1]
         with pytest.raises(CodecError, match=says):
             unpack_places(bad, 3, 1000)
-
-
-@pytest.mark.parametrize("values", ["fp32", "bf16"])
-def test_powersgd_gives_low_rank_back(values):
-    matrix = random_tensor(60, 2) @ random_tensor(2, 50, seed=1)
-    error = (round_trip(make_codec("powersgd", values=values), matrix) - matrix).norm() / matrix.norm()
-    assert error < (1e-5 if values == "fp32" else (1 + 2**0.5) * 2**-8)
 
 
 @pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-20, 1.0, 1e20, 1e30])
@@ -486,37 +441,6 @@ def test_the_residual_is_what_was_left_out(variant):
         sent = [a + b for a, b in zip(sent, outs, strict=True)]
     for (name, _), wanted, arrived in zip(LAYOUT, total, sent, strict=True):
         assert torch.allclose(arrived + feedback.state_dict()[f"residual/{name}"], wanted, atol=1e-4)
-
-
-@every_lossy
-def test_undo_leaves_no_trace(variant):
-    packer, feedback = Packer(LAYOUT, make(variant)), Feedback()
-    packer.encode(bucket(0), key=0, feedback=feedback)
-    feedback.undo()
-    assert feedback.state_dict() == {}
-
-    packer.encode(bucket(0), key=0, feedback=feedback)
-    feedback.commit()
-    before = residuals(feedback)
-    feedback.undo()  # nothing to take back
-    assert same(residuals(feedback), before)
-
-    first = packer.encode(bucket(1), key=1, feedback=feedback)
-    after = residuals(feedback)
-    feedback.undo()
-    assert same(residuals(feedback), before)
-    again = packer.encode(bucket(1), key=1, feedback=feedback)
-    assert torch.equal(first, again)
-    assert same(residuals(feedback), after)
-
-
-def test_encoding_again_makes_the_one_before_final():
-    packer, feedback = Packer(LAYOUT, make_codec("topk")), Feedback()
-    packer.encode(bucket(0), key=0, feedback=feedback)
-    before = residuals(feedback)
-    packer.encode(bucket(1), key=1, feedback=feedback)
-    feedback.undo()
-    assert same(residuals(feedback), before)
 
 
 def test_buckets_share_a_feedback():

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from smolcluster.comm import contributions
 from smolcluster.comm.codecs import CODECS, CodecError, Packer, make_codec
 from smolcluster.comm.contributions import HEAD, MessageLayout
-from smolcluster.comm.elastic.membership.view import View
-from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.encoded_sum import EncodedSum, shares
 from smolcluster.comm.group import Group, PeerLost, Work
 from smolcluster.comm.memory_group import MemoryGroup, MemoryHub
 from smolcluster.comm.rounds import Committed, UnreadableContribution
+from smolcluster.comm.view import View, ViewMember
 from smolcluster.compute.replica import Replica
 from smolcluster.parallel.encoding import sharded_traffic
 from smolcluster.parallel.owned_sum import EncodedOwnedSum
@@ -54,7 +53,7 @@ SEVERAL_BUCKETS = pytest.mark.usefixtures("several_buckets")
 
 
 def view_of(size: int, *, step: int = 0, epoch: int = 1) -> View:
-    members = tuple(Seated(rank, f"{rank:016x}", "host", f"host:{rank + 1}") for rank in range(size))
+    members = tuple(ViewMember(rank, f"{rank:016x}", "host", f"host:{rank + 1}") for rank in range(size))
     return View(epoch, step, members)
 
 

@@ -22,12 +22,12 @@ from smolcluster.comm.elastic.collectives.operations import FAR_AHEAD
 from smolcluster.comm.elastic.collectives.peers import Peers
 from smolcluster.comm.elastic.collectives.state_transfer import state_messages
 from smolcluster.comm.elastic.membership.proofs import PairKeys, proof, read_keys
-from smolcluster.comm.elastic.membership.view import View, ViewChanged, ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.elastic.transport.connection import TcpLink
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
 from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.comm.view import View, ViewChanged, ViewMember
 
 SECONDS = 120.0
 
@@ -434,9 +434,9 @@ def test_members_come_and_go_at_any_moment(world: World, seed: int) -> None:
         everywhere(groups, work)
     assert kills > 0
     for member in members:
-        wires = world.peers[member.instance]._links
-        eventually(lambda: wires._kept_bytes == 0)  # noqa: B023
-        eventually(lambda: all(o._queued_bytes == 0 and not o.waiting for o in wires._queues.values()))  # noqa: B023
+        links = world.peers[member.instance]._links
+        eventually(lambda: links._kept_bytes == 0)  # noqa: B023
+        eventually(lambda: all(o._queued_bytes == 0 and not o.waiting for o in links._queues.values()))  # noqa: B023
 
 
 def _links(world: World, one: ViewMember, other: ViewMember) -> list[Link]:

@@ -19,7 +19,7 @@ from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.frames import NotWanted
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
-from smolcluster.compute.gate import PATIENCE, GradientGate
+from smolcluster.engine.elastic.gradient_gate import PATIENCE, GradientGate
 from smolcluster.engine.elastic.server_side import ServerSide, share_out, smoothed
 from smolcluster.parallel.shards import backed_up_by, backup_of, owners, providers
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Group
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.rounds import BucketSum, Committed, MeshRounds
+from smolcluster.comm.view import View
 from smolcluster.strategies.registry import find_strategy
 
 

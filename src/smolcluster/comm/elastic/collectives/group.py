@@ -13,9 +13,9 @@ from torch import Tensor
 from smolcluster.comm.elastic.collectives import schedule
 from smolcluster.comm.elastic.collectives.operations import Exchange, Key, Operation
 from smolcluster.comm.elastic.collectives.schedule import Plan
-from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.elastic.transport.payloads import DTYPES
 from smolcluster.comm.group import Group, PeerLost, Traffic, Work
+from smolcluster.comm.view import View
 
 
 class _Completed:

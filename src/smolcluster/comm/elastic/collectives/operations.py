@@ -33,10 +33,10 @@ from torch import Tensor
 from smolcluster.comm.elastic.collectives import schedule
 from smolcluster.comm.elastic.collectives.peer_links import PeerLinks, nothing
 from smolcluster.comm.elastic.collectives.schedule import MAX_PIECE_BYTES, Act, Plan, Verb
-from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message
 from smolcluster.comm.elastic.transport.payloads import DTYPES
 from smolcluster.comm.group import PeerLost, Traffic
+from smolcluster.comm.view import View
 
 WAITING_S = 1.0  # a `wait` reports every so often that it waits
 FAR_AHEAD = 4096  # operations by which a peer may be ahead of us

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.collectives.schedule import MAX_PIECE_BYTES
-from smolcluster.comm.elastic.membership.view import ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Transport
 from smolcluster.comm.elastic.transport.payloads import DTYPES
+from smolcluster.comm.view import ViewMember
 
 WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # queued at a link: enough to keep it busy
 SMALL_BYTES = 16 << 10  # payloads up to this size are copied, which frees their memory at once

@@ -31,9 +31,9 @@ from smolcluster.comm.elastic.collectives.operations import Destination, Exchang
 from smolcluster.comm.elastic.collectives.peer_links import PeerLinks
 from smolcluster.comm.elastic.collectives.state_transfer import IncomingState, StateLayout, Transfer, state_messages
 from smolcluster.comm.elastic.membership.proofs import is_proven, proof
-from smolcluster.comm.elastic.membership.view import View, ViewChanged, ViewMember
 from smolcluster.comm.elastic.transport.api import LEFT, Dialer, Head, Kind, Link, Message, Transport
 from smolcluster.comm.group import PeerLost, Work
+from smolcluster.comm.view import View, ViewChanged, ViewMember
 
 log = logging.getLogger(__name__)
 

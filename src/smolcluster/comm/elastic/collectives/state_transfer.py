@@ -19,10 +19,10 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.collectives.operations import Destination
 from smolcluster.comm.elastic.membership.received_state import is_shape, slices
-from smolcluster.comm.elastic.membership.view import ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Message
 from smolcluster.comm.elastic.transport.payloads import DTYPES
 from smolcluster.comm.group import PeerLost
+from smolcluster.comm.view import ViewMember
 
 StateLayout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 

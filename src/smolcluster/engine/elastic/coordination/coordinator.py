@@ -17,13 +17,10 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.membership.proofs import PairKeys
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
-from smolcluster.comm.elastic.membership.view import View
-from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.elastic.transport.frames import shared
 from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.comm.view import View, ViewMember
 from smolcluster.compute.buffers import not_finite
-from smolcluster.compute.claims import Claims
-from smolcluster.compute.gate import TRIES
 from smolcluster.compute.replica import Replica
 from smolcluster.engine.elastic.coordination import results
 from smolcluster.engine.elastic.coordination.evictions import Evictions
@@ -35,8 +32,10 @@ from smolcluster.engine.elastic.coordination.rejoining import can_reach, weights
 from smolcluster.engine.elastic.coordination.round_numbers import next_rounds, with_num_steps
 from smolcluster.engine.elastic.coordination.state_upload import StateUploads, UnusableState
 from smolcluster.engine.elastic.deadline import ComputeWatch
+from smolcluster.engine.elastic.gradient_gate import TRIES
 from smolcluster.engine.elastic.rounds import CONNECT_S
 from smolcluster.engine.elastic.server_side import RETURN_S, send_state
+from smolcluster.engine.elastic.weight_claims import Claims
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, Context, State, StepReport
 
@@ -210,14 +209,14 @@ class Coordinator(HoldsState):
                 member.link.send(Message(kind=Kind.MEMBER, epoch=roster.epoch, meta={"keys": keys}))
 
         self._done.clear()
-        seated = tuple(Seated(m.rank, m.instance, m.host, m.address) for m in members)
+        view_members = tuple(ViewMember(m.rank, m.instance, m.host, m.address) for m in members)
         # Leases beyond the end of a run that has become shorter stay valid, in case it grows again.
         self._rounds = sorted({step for member in staying for step in self.server_context.leases.held(member.instance)})
         self._rounds += self._next_rounds(self._rounds)
         late = self._late.enter(newcomers if self._rounds else [])
         meta = {
             "rounds": self._rounds,
-            "view": View(roster.epoch, committed, seated).to_meta(),
+            "view": View(roster.epoch, committed, view_members).to_meta(),
             "donations": {str(joiner): donor for joiner, donor in donations.items()},
             "idle": idle,
             "late": [member.rank for member in late],

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from smolcluster.comm.elastic.membership.roster import Member, Roster
-from smolcluster.compute.balance import steps_in_time
-from smolcluster.compute.gate import UsualNorm
 from smolcluster.data.leases import Leases, Range
+from smolcluster.engine.elastic.balance import steps_in_time
+from smolcluster.engine.elastic.gradient_gate import UsualNorm
 from smolcluster.engine.elastic.server_side import LEAST_S, MOST_S, is_logged
 
 SLACK = 1.5  # times the usual time of a round, until the deadline

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.compute.gate import TRIES
+from smolcluster.engine.elastic.gradient_gate import TRIES
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import State
 

@@ -32,12 +32,12 @@ def start(
     processes: list[dict[str, Any]],
     python: str,
     code: str,
-    parcel: str,
+    fingerprint: str,
     panes: bool,
     mark: str,
     **_: Any,
 ) -> Any:
-    """Start processes that do not run yet, each with a keeper. `parcel`: fingerprint of their code and files."""
+    """Start processes that do not run yet, each with a keeper. `fingerprint`: of their code and files."""
     home = private_home(folder, name)
     keeper = root_of(folder) / "code" / code / "smolcluster" / "launch" / "cluster" / "keeper.py"
     begun = []
@@ -57,7 +57,7 @@ def start(
             "restart": process["restart"],
             "cwd": str(home),
             "code": code,
-            "parcel": parcel,
+            "fingerprint": fingerprint,
             "mark": mark,
             "grace_s": 60.0,
             "environment": {
@@ -142,7 +142,10 @@ def states(folder: str, name: str, **_: Any) -> dict[str, Any]:
         if not (place / "order.json").exists():
             continue
         state: dict[str, Any] = {"state": "starting", "pid": None, "restarts": 0, "status": None}
-        state |= {"parcel": read_object(place / "order.json").get("parcel"), **read_object(place / "state.json")}
+        state |= {
+            "fingerprint": read_object(place / "order.json").get("fingerprint"),
+            **read_object(place / "state.json"),
+        }
         alive = is_alive(place)
         if not alive and state["state"] not in ("finished", "failed", "stopped") and not _begins(place):
             state["state"] = "gone"  # the keeper itself was killed, or the machine went down

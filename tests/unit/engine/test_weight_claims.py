@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from smolcluster.compute.claims import Claims
 from smolcluster.data.leases import Range
+from smolcluster.engine.elastic.weight_claims import Claims
 
 LEASE = [Range(0, 3), Range(10, 1)]
 
 
-def test_where_samples_count_nobody_claims_more_than_it_was_lent() -> None:
+def test_where_samples_count_nobody_claims_more_than_its_lease() -> None:
     claims = Claims(lambda _: None)
     assert claims.objection(LEASE, 4) is None
     assert claims.objection(LEASE, 4.5) == "it claims that 4.5 targets count in 4 samples, where at most 4 can"
