@@ -46,7 +46,8 @@ SETTINGS: dict[str, Any] = {
     "strategy.outer_momentum": 0.0,
     "strategy.quorum": 0.5,
 }
-CODECS = {"dense": {}, "int8": {"strategy.codec": "int8"}}
+INT8 = {"strategy.codec": "int8"}
+CODECS = {"dense": {}, "int8": INT8, "int8, recompressed": INT8 | {"cluster.num_workers": 9}}
 
 
 def run(run_dir: Path, overrides: dict[str, Any], *, workers: int = 3, **options: Any) -> ElasticWorld:

@@ -42,18 +42,19 @@ class StepClock:
         """Start the clock; the time since `stop` does not count."""
         self._began = time.perf_counter()
 
-    def add(self, report: StepReport, *, step_s: float) -> None:
+    def add(self, report: StepReport, *, step_s: float, steps: int = 1) -> None:
+        """`steps`: of the run, that one report stands for, as that of a round of local steps does."""
         self._report = report
         if report.grad_norm is not None:
             self._norm = report.grad_norm
-        self._rows += 1
+        self._rows += steps
         self._step_s += step_s
         if report.comm is not None:
             self._comm.append(report.comm)
         self._row_samples += report.samples
         self._row_tokens += report.tokens
         self._row_staleness += report.staleness
-        self.steps += 1
+        self.steps += steps
         self.samples += report.samples
         self.tokens += report.tokens
         self.staleness_sum += report.staleness

@@ -193,13 +193,16 @@ class RunState:
         if not self.started:
             return ""
         first = self.server or self.started[min(self.started)]
+        local_steps = first.config.get("strategy", {}).get("inner_steps")  # "auto", where machines have unlike numbers
         return " | ".join(
             [
                 first.task,
                 first.strategy,
                 self._workers_text(first),
                 f"{short(first.parameters)} parameters",
-                f"{first.steps} steps" + (f" from {first.first_step}" if first.first_step else ""),
+                f"{first.steps} steps"
+                + (f" from {first.first_step}" if first.first_step else "")
+                + (f", exchanged every {local_steps}" if isinstance(local_steps, int) else ""),
             ]
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.world import run_elastic_world, run_world
@@ -48,7 +49,11 @@ def test_mesh(tmp_path: Path, strategy: str, workers: int, interval: int) -> Non
     assert world.summary["samples_per_s"] == pytest.approx(workers * 4 * 9 / trained_s, rel=0.2)
 
 
-def test_elastic(tmp_path: Path) -> None:
-    world = run_elastic_world(2, tmp_path, CONFIG, task="Metered", strategy="syncps")
+@pytest.mark.parametrize(
+    "options", [{"strategy.name": "syncps"}, {"strategy.name": "diloco", "strategy.inner_steps": 3}], ids=str
+)
+def test_elastic(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A row of the server that stands for a round has the time of one of its steps."""
+    world = run_elastic_world(2, tmp_path, CONFIG | options, task="Metered", strategy=options["strategy.name"])
     for seat in (world.server, *world.workers):
         assert_counted_once(seat.rows())

@@ -134,6 +134,13 @@ def test_the_last_step_is_shown_at_the_end_even_if_a_rank_is_missing() -> None:
 SERVED = [started(3, role="server", world_size=3, strategy="edp"), started(0, strategy="edp", world_size=3)]
 
 
+def test_the_header_says_how_many_steps_are_exchanged_together() -> None:
+    """Until then there may be no line."""
+    config = {"strategy": {"name": "diloco", "inner_steps": 30}}
+    (header,) = plain([started(0, strategy="diloco", world_size=1, first_step=60, steps=90, config=config)])
+    assert header.endswith("| 90 steps from 60, exchanged every 30")
+
+
 def test_where_there_is_a_server_its_rows_are_the_run() -> None:
     """Workers count steps of their own, and come and go."""
     events = [

@@ -49,9 +49,9 @@ class StepOutputs:
     def committed(self, step: int, report: StepReport) -> None:
         """Log, evaluate and save this step, where it is due."""
         wanted = self.wants(step)
-        first = self._round_before(step) == 0
-        logged = wanted or first or self._is_due(step, self._context.config.logging.log_interval)
-        self._record.meter.add(report, step_s=0.0)
+        before = self._round_before(step)
+        logged = wanted or before == 0 or self._is_due(step, self._context.config.logging.log_interval)
+        self._record.meter.add(report, step_s=0.0, steps=step - before)
         self._record.meter.stop(before_row=logged)
         if wanted:
             self._pending[step] = self.row(step)
