@@ -102,20 +102,17 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         "links": {},
     }
 
-    # Over the links.
-    repeats = session.repeats
-    orders = [(name, size, link, steps, repeats) for link in links for name in methods]
+    # Over the links. What takes longest is begun first.
+    orders = list(itertools.product(links, [*(name for name in OVER_LINKS if name in names), *methods]))
+    rest = {"size": size, "steps": steps, "repeats": session.repeats, "limit_s": limit_s, "loss": loss}
     measured = dict(
-        zip(itertools.product(links, methods), call_each(paces_of, orders, jobs=arguments.jobs), strict=True)
+        zip(orders, call_each(_over_link, [(*order, rest) for order in orders], jobs=arguments.jobs), strict=True)
     )
     for link in links:
         paces = {name: measured[link, name] for name in methods}
         over_time = {
             name: [(step * statistics.median(paces[name]), at) for step, at in curve] for name, curve in curves.items()
-        }
-        for name, over in ((EDP, edp_over), (HIVEMIND, hivemind_over)):
-            if name in names:
-                over_time[name] = over(link, size=size, steps=steps, limit_s=limit_s, loss=loss)
+        } | {name: measured[link, name] for name in names if name in OVER_LINKS}
         session.parameters["links"][link] = {"step_s": paces, "over_time": over_time}
         rows = [_row(name, link, paces, over_time, curves, loss) for name in over_time]
         show(session, f"{size} workers, {link}: time to a validation loss of {loss:.3f}", rows, COLUMNS)
@@ -173,6 +170,15 @@ def paces_of(name: str, size: int, link: str, steps: int, repeats: int) -> list[
     return seconds
 
 
+def _over_link(link: str, name: str, rest: Mapping[str, Any]) -> Any:
+    """Seconds of a step, or the curve of a method that runs over the link itself."""
+    size, steps = rest["size"], rest["steps"]
+    if name not in OVER_LINKS:
+        return paces_of(name, size, link, steps, rest["repeats"])
+    run_over = edp_over if name == EDP else hivemind_over
+    return run_over(link, size=size, steps=steps, limit_s=rest["limit_s"], loss=rest["loss"])
+
+
 def edp_over(link: str, *, size: int, steps: int, limit_s: float, loss: float) -> Curve:
     """As it runs: seconds since its first row, and the validation loss."""
     overrides = {
@@ -200,8 +206,8 @@ def edp_over(link: str, *, size: int, steps: int, limit_s: float, loss: float) -
 
 def hivemind_over(link: str, *, size: int, steps: int, limit_s: float, loss: float) -> Curve:
     """As it runs: seconds since its first step, without those for evaluating, and the validation loss."""
-    sets = {"training.seed": 42, "training.device": "cpu", "strategy.name": "allreduce"}
-    config = make_config(SHAPE, steps=steps, sets=sets)
+    overrides = {"training.seed": 42, "training.device": "cpu", "strategy.name": "allreduce"}
+    config = make_config(SHAPE, steps=steps, overrides=overrides)
     order: dict[str, Any] = {
         "lockstep": True,
         "steps": steps,
