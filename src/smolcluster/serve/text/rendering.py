@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import gc
 import json
 import os
 import queue
@@ -178,7 +179,9 @@ def _answer(asked: dict[str, Any]) -> dict[str, str]:
     try:
         return {"text": _compiled(asked["source"]).render(asked["messages"], names=asked["names"])}
     except TemplateFailed as failed:
-        return {"error": failed.detail}
+        answer = {"error": failed.detail}
+    gc.collect()  # what the traceback kept counts in the limit of the next conversation
+    return answer
 
 
 def _bound_memory() -> None:
