@@ -28,6 +28,10 @@ class Segments:
     def __len__(self) -> int:
         return len(self.counts)
 
+    def spread(self, of_segments: Tensor) -> Tensor:
+        """Return for each element the value of its segment."""
+        return of_segments.index_select(0, self.of)
+
     def sums(self, values: Tensor) -> Tensor:
         """Sum whole numbers. Those of other segments may wrap around: differences are right all the same."""
         if len(self) == 1:
@@ -53,15 +57,19 @@ def quantized(values: Tensor, segments: Segments, peaks: Tensor, bits: int) -> t
     """
     bins, of = 2**bits, segments.of
     wide, scale = values.double(), segments.scale(peaks)
-    whole = (wide * scale[of]).round_().long()
+    whole = (wide * segments.spread(scale)).round_().long()
     mean = segments.sums(whole).double() / segments.counts / scale
     square_scale = segments.scale(4 * peaks.double().square())  # a number is at most twice the peak from the mean
-    apart = wide - mean[of]
-    squares = segments.sums((apart.square_() * square_scale[of]).round_().long())
+    apart = wide.sub_(segments.spread(mean))
+    squares = segments.sums((apart.square_() * segments.spread(square_scale)).round_().long())
     width = 6 * (squares.double() / segments.counts / square_scale).sqrt().float() / bins
     spread = (width > 0) & (width < math.inf)
-    codes = ((values - mean.float()[of]) / torch.where(spread, width, 1.0)[of] + bins // 2).floor_().clamp_(0, bins - 1)
-    codes = torch.where(spread[of], codes, 0.0).long()
+    codes = (
+        ((values - segments.spread(mean.float())) / segments.spread(torch.where(spread, width, 1.0)) + bins // 2)
+        .floor_()
+        .clamp_(0, bins - 1)
+    )
+    codes = torch.where(segments.spread(spread), codes, 0.0).long()
     place = of * bins + codes
     sums, counts = torch.zeros(2, len(segments) * bins, dtype=torch.int64, device=values.device)
     sums.index_add_(0, place, whole)

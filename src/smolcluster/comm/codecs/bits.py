@@ -22,11 +22,13 @@ def add_fields(data: Tensor, positions: Tensor, fields: Tensor, *, width: int) -
 
 def read_fields(data: Tensor, positions: Tensor, widths: Tensor | int) -> Tensor:
     """Read fields of up to 16 bits at these bits; what is beyond the bytes reads as 0."""
-    padded = F.pad(data, (0, 3)).int()
-    first = (positions >> 3).clamp(max=len(data))
-    window = padded[first] | (padded[first + 1] << 8) | (padded[first + 2] << 16)
-    ones = torch.ones((), dtype=torch.int64, device=data.device)
-    return (window.long() >> (positions & 7)) & ((ones << widths) - 1)
+    padded = F.pad(data, (0, 3))
+    first = (positions >> 3).clamp_(max=len(data))
+    window = padded.index_select(0, first).int()
+    for byte in (1, 2):
+        window |= padded.index_select(0, first.add_(1)).int() << 8 * byte
+    ones = torch.ones((), dtype=torch.int32, device=data.device)
+    return (window >> (positions & 7).int()) & ((ones << widths) - 1)
 
 
 def ones_of(data: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Many tensors encoded together, on the device where they are: the same payloads as one tensor at a time (`Packer`).
 
     encoding = flat_encoding(codec, [("weight", (512, 128)), ("bias", (512,))])       the same at both ends
-    flat = encoding.zeros(device)                                                     float32, all tensors in one buffer
+    flat = encoding.empty(device)                                                     float32, all tensors in one buffer
     torch._foreach_copy_(encoding.views(flat), gradients)
     payload = encoding.encode(flat)                                                   uint8, `nbytes`, on that device
 
@@ -43,7 +43,7 @@ class Decoded(NamedTuple):
         if isinstance(self.places, slice):
             flat[self.places].add_(scaled)
         else:
-            flat.scatter_(0, self.places, flat.gather(0, self.places).add_(scaled))
+            flat.scatter_(0, self.places, flat.index_select(0, self.places).add_(scaled))
 
     @property
     def sent(self) -> Decoded:
@@ -61,16 +61,27 @@ class FlatEncoding(ABC):
         self.sizes = [codec.nbytes(shape) for shape in self.shapes]  # bytes of each tensor in the payload
         self.nbytes = sum(self.sizes)
         self._counts = [shape.numel() for shape in self.shapes]
+        self.padding: list[slice] = []  # between the tensors in the flat buffer
         self.offsets, self.length = self._place()
 
     def _place(self) -> tuple[list[int], int]:
         """Return where each tensor begins in the flat buffer, and its length."""
         padded = [-(-count // self.align) * self.align for count in self._counts]
         *offsets, length = itertools.accumulate(padded, initial=0)
+        for offset, count, size in zip(offsets, self._counts, padded, strict=True):
+            if size > count:
+                self.padding.append(slice(offset + count, offset + size))
         return offsets, length
 
+    def empty(self, device: torch.device) -> Tensor:
+        """Return a flat buffer to copy all tensors into."""
+        flat = torch.empty(self.length, device=device)
+        for padding in self.padding:
+            flat[padding] = 0.0
+        return flat
+
     def zeros(self, device: torch.device) -> Tensor:
-        """Return a flat buffer. What lies between its tensors must stay zero."""
+        """Return a flat buffer of zeros."""
         return torch.zeros(self.length, device=device)
 
     def views(self, flat: Tensor) -> list[Tensor]:

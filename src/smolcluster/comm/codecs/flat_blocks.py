@@ -41,6 +41,7 @@ class FlatBlocks(FlatEncoding):
                 end += self._counts[index]
             places = [(self.shapes[index], offsets[index]) for index in batch]
             self._batches.append(BlockBatch(self.codec, places, spare=end))
+            self.padding.append(slice(end, end + 1))
             end += 1
         return offsets, end
 
@@ -86,6 +87,10 @@ class Tables:
     columns: Tensor
     offset: Tensor  # of that matrix in the flat buffer
 
+    def spread(self, of_blocks: Tensor) -> Tensor:
+        """Return for each element the value of its block."""
+        return of_blocks.index_select(0, self.block)
+
 
 class BlockBatch:
     """Tensors that are encoded at once, in the order of their block sizes: equal ones share a top-k."""
@@ -123,16 +128,15 @@ class BlockBatch:
         values = self._values(data, tables)
         through = gaps.add_(1).cumsum(0)
         before = through[tables.first] - gaps[tables.first]
-        places = through - before[tables.block] - 1
-        valid = (places < tables.limit[tables.block]).all() & values.isfinite().all()
+        places = through - tables.spread(before) - 1
+        valid = (places < tables.spread(tables.limit)).all() & values.isfinite().all()
         if not bool(valid):
             return None
-        block = tables.block
-        y = tables.y[block] + (places >> tables.shift[block])
-        x = tables.x[block] + (places & tables.mask[block])
-        columns = tables.columns[block]
-        inside = (y < tables.rows[block]) & (x < columns)
-        where = torch.where(inside, tables.offset[block] + y * columns + x, self._spare)
+        y = tables.spread(tables.y) + (places >> tables.spread(tables.shift))
+        x = tables.spread(tables.x) + (places & tables.spread(tables.mask))
+        columns = tables.spread(tables.columns)
+        inside = (y < tables.spread(tables.rows)) & (x < columns)
+        where = torch.where(inside, tables.spread(tables.offset) + y * columns + x, self._spare)
         return Decoded(torch.where(inside, values, 0.0), where)
 
     def _largest(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,7 +169,7 @@ class BlockBatch:
 
     def _put_values(self, data: Tensor, values: Tensor, peaks: Tensor, tables: Tables) -> None:
         tensors, bits = tables.tensors, self._codec.bits
-        start = tables.codes[tensors.of] * 8
+        start = tensors.spread(tables.codes * 8)
         if not bits:
             narrow = to_bf16(values)
             add_fields(data, start + 16 * tables.local, narrow.view(torch.int16).long() & 0xFFFF, width=16)
@@ -182,24 +186,25 @@ class BlockBatch:
         gaps[tables.first] = places[tables.first]
         r = rice_parameters(gaps, tensors)
         data[tables.slot] = r.int()
-        each = r[tensors.of]
-        start = tables.gaps[tensors.of] * 8
+        each = tensors.spread(r)
+        start = tensors.spread(tables.gaps * 8)
         add_fields(data, start + each * tables.local, gaps & ((1 << each) - 1), width=MAX_RICE)
         ends = ((gaps >> each) + 1).cumsum(0)
         before = torch.cat([ends.new_zeros(1), ends])[tensors.starts]
         unary = (tables.gaps + (tensors.counts * r + 7) // 8) * 8 - before - 1
-        positions = unary[tensors.of] + ends
+        positions = tensors.spread(unary).add_(ends)
         add_fields(data, positions, torch.ones_like(positions), width=1)
 
     def _values(self, data: Tensor, tables: Tables) -> Tensor:
         tensors, bits = tables.tensors, self._codec.bits
-        start = tables.codes[tensors.of] * 8
+        start = tensors.spread(tables.codes * 8)
         if not bits:
             words = read_fields(data, start + 16 * tables.local, 16)
             return words.to(torch.int16).view(torch.bfloat16).float()
         at = tables.slot[:, None] + 1 + torch.arange(self._books, device=data.device)
         books = data[at].view(torch.bfloat16).float()
-        return books[tensors.of, read_fields(data, start + bits * tables.local, bits)]
+        codes = read_fields(data, start + bits * tables.local, bits)
+        return books.view(-1).index_select(0, (tensors.of << bits).add_(codes))
 
     def _gaps(self, data: Tensor, tables: Tables) -> Tensor | None:
         """Decode the gaps; None if there are too few."""
@@ -214,11 +219,11 @@ class BlockBatch:
         first, last = torch.searchsorted(ones, start * 8), torch.searchsorted(ones, tables.end * 8)
         if not bool(((last - first >= tensors.counts) & (r <= MAX_RICE)).all()):
             return None
-        positions = ones[first[tensors.of] + tables.local]
+        positions = ones.index_select(0, tensors.spread(first).add_(tables.local))
         high = torch.diff(positions, prepend=positions[:1]).sub_(1)
         high[tensors.starts] = positions[tensors.starts] - start * 8
-        each = r[tensors.of]
-        return (high << each) | read_fields(data, tables.gaps[tensors.of] * 8 + each * tables.local, each)
+        each = tensors.spread(r)
+        return (high << each) | read_fields(data, tensors.spread(tables.gaps * 8) + each * tables.local, each)
 
     def _on(self, device: torch.device) -> Tables:
         if device not in self._tables:
