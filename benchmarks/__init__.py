@@ -36,5 +36,9 @@ BENCHMARKS = {
         "benchmarks.trends",
         "loss of diloco at equal tokens over H, workers, lost contributions, bits and k, beside the papers' figures",
     ),
+    "exchange": (
+        "benchmarks.exchange",
+        "what the exchange of a round of diloco costs on a GPU, beside the local steps of the round",
+    ),
     "watched": ("benchmarks.watched", "what the dashboard with 50 viewers, and logs pushed to Loki, cost training"),
 }

@@ -236,6 +236,26 @@ def test_p7_in_its_smallest_form(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(0 < seconds < 60 for repeats in samples.values() for rounds in repeats for seconds in rounds)
 
 
+def test_exchange_in_its_smallest_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real local steps and exchanges of every method; the parts are the whole, and bytes those of the wire."""
+    assert main(["exchange", "--quick", "--repeats", "1", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert "the parts of an exchange" in capsys.readouterr().out
+    kept = json.loads((tmp_path / "exchange.json").read_text(encoding="utf-8"))
+    rows = {row["method"]: row for row in next(iter(kept["parameters"]["tables"].values()))}
+    assert list(rows) == ["wan", "lan", "bf16", "fp32"]
+    for name, row in rows.items():
+        assert row["compute"] == pytest.approx(30 * row["step"])
+        assert row["ratio"] == pytest.approx(row["exchange"] / row["compute"])
+        assert (row["verdict"] in ("met", "missed")) == (name in ("wan", "lan"))
+        assert row["wire at 1 Mbit/s"] * 1e6 * 30 * 4 * 2 * 32 == pytest.approx(8 * row["bytes"])
+        parts = ("pseudo-gradient", "encode", "decode", "mean", "outer step") if name != "fp32" else ("outer step",)
+        assert all(row[part] > 0 for part in parts)
+    dense = rows["fp32"]["bytes"]
+    assert rows["bf16"]["bytes"] == pytest.approx(dense, rel=0.01)  # three halves of the model; twice three quarters
+    assert rows["lan"]["bytes"] < 0.27 * dense
+    assert rows["wan"]["bytes"] < 0.02 * dense
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(

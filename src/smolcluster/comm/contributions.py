@@ -112,6 +112,10 @@ class MessageLayout:
                     counted.add_(tensor != 0, alpha=weight / total)
         return mean.div_(counted.where(counted > 0, 1.0)) if senders and mean is not None else mean
 
+    def encoded(self, data: Tensor) -> Tensor:
+        """Return the bytes of all tensors."""
+        return data[self._first :]
+
     def decode(self, data: Tensor, index: int) -> Tensor:
         """Decode one of the tensors."""
         packer, end = self._packers[index], self._ends[index]

@@ -4,6 +4,8 @@
                      gathers the encoded contributions of all
                      decodes them in the order of ranks and takes the mean: replicas stay bit-identical
 
+All tensors are encoded and decoded together (`codecs/flat.py`), on the GPU if they are there: only payloads cross to the host.
+
 A sum in a ring would have to be encoded again at every hop. For local steps, which contribute all tensors at once and seldom:
 one message of each member in a round, and one round at a time. Where it may stay under way, a checkpoint has its mean.
 
@@ -21,17 +23,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import get_total_norm
 
-from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
+from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer, flat_encoding
 from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
-from smolcluster.comm.contributions import MessageLayout, of_names, pretend
+from smolcluster.comm.contributions import MessageLayout, of_names
 from smolcluster.comm.group import Done, Group, Work
-from smolcluster.comm.rounds import Combination, Committed
+from smolcluster.comm.rounds import Combination, Committed, UnreadableContribution
 from smolcluster.comm.view import View
 
 MOST_GATHERED = 8  # members
@@ -49,8 +52,9 @@ class GatheredMean(Combination):
     ) -> None:
         """`group`: of members that stay; None: views name it. `decay`: of error feedback."""
         self._parameters = list(parameters.values())
-        self._packers = [Packer([(name, tuple(p.shape))], codec) for name, p in parameters.items()]
-        self._layout = MessageLayout(self._packers, range(len(self._packers)))
+        self._names, layout = list(parameters), [(name, tuple(p.shape)) for name, p in parameters.items()]
+        self._flat = flat_encoding(codec, layout)
+        self._layout = MessageLayout([Packer([each], codec) for each in layout], range(len(layout)))
         self._codec, self._senders = codec, senders
         self._feedback = Feedback(decay=decay)
         self._settled: Mapping[str, Memory] = {}  # after the last round that was committed
@@ -69,13 +73,12 @@ class GatheredMean(Combination):
 
     def finish(self, slot: int) -> None:
         self._feedback.memories, self._norm = self._settled, 0.0
-        encoded: dict[int, Tensor | None] = {}
+        encoded: Mapping[int, Tensor | None] = {}
         if self._weight:
             try:
-                encoded = {j: self._encode(j, p.grad) for j, p in enumerate(self._parameters) if p.grad is not None}
+                encoded = self._encode({j: p.grad for j, p in enumerate(self._parameters) if p.grad is not None})
             except CodecError:  # not finite: the round is for the others
                 self._feedback.memories, self._weight, self._norm = self._settled, 0.0, math.nan
-                encoded = {}
         for parameter in self._parameters:
             parameter.grad = None
         self._send(self._layout.write(self._weight, encoded))
@@ -111,17 +114,17 @@ class GatheredMean(Combination):
 
     def contributed(self, slot: int) -> list[Tensor]:
         """Return what is sent and what error feedback keeps of it, less what it held before."""
-        return [self._contributed(j, packer.names[0]) for j, packer in enumerate(self._packers)]
+        return [self._contributed(j, name) for j, name in enumerate(self._names)]
 
     def _contributed(self, j: int, name: str) -> Tensor:
-        tensor = torch.full(self._packers[j].shapes[0], self._norm if math.isnan(self._norm) else 0.0)
+        tensor = torch.full(self._flat.shapes[j], self._norm if math.isnan(self._norm) else 0.0)
         if self._weight:
             tensor = self._layout.decode(self._message, j)
         after, before = self._feedback.memories.get(name), self._settled.get(name)
         if self._weight and after is not None and after is not before:
-            tensor += after.residual
+            tensor += after.residual.cpu()
             if before is not None:
-                tensor.sub_(before.residual, alpha=self._feedback.decay)
+                tensor.sub_(before.residual.cpu(), alpha=self._feedback.decay)
         return tensor
 
     def norms(self, slot: int) -> tuple[float, float]:
@@ -149,26 +152,35 @@ class GatheredMean(Combination):
         return {f"{self._codec.name}/{name}": tensor for name, tensor in tensors_of(self._feedback.memories).items()}
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
-        names = [packer.names[0] for packer in self._packers]
-        self._feedback.load_state_dict(of_names(names, under(f"{self._codec.name}/", tensors)))
+        self._feedback.load_state_dict(of_names(self._names, under(f"{self._codec.name}/", tensors)))
         self._settled = self._feedback.memories
 
-    def _encode(self, j: int, tensor: Tensor) -> Tensor:
-        packer, feedback = self._packers[j], self._feedback if self._codec.feedback else None
-        data = torch.zeros(packer.nbytes, dtype=torch.uint8)
+    def _encode(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
+        """Return the bytes of each tensor, on the host."""
+        if not gradients:
+            return {}
+        flat = (self._flat.empty if len(gradients) == len(self._parameters) else self._flat.zeros)(self._device)
+        views = {j: view for j, view in enumerate(self._flat.views(flat)) if j in gradients}
+        torch._foreach_copy_(list(views.values()), [gradient.detach() for gradient in gradients.values()])
+        if self._codec.feedback:
+            self._feedback.keep(self._feedback.add_all({self._names[j]: view for j, view in views.items()}))
         if self._fake:
-            pretend(packer, tensor, feedback)
-        else:
-            packer.encode([tensor], data, key=j, feedback=feedback)
+            return {j: torch.zeros(self._flat.sizes[j], dtype=torch.uint8) for j in gradients}
+        payload, norm = self._flat.encode(flat), 0.0
+        for part in self._flat.decode(payload):
             # As the others get it, so that they can tell an absurd one.
-            self._norm = math.hypot(self._norm, self._weight * float(torch.linalg.vector_norm(self._decode(data, j))))
-        return data
+            norm = math.hypot(norm, self._weight * float(torch.linalg.vector_norm(part.values)))
+            if self._codec.feedback:
+                part.add_to(flat, -1.0)
+        self._norm = norm
+        parts = torch.split(payload.cpu(), self._flat.sizes)
+        return {j: parts[j] for j in gradients}
 
-    def _decode(self, data: Tensor, j: int) -> Tensor:
-        tensor = torch.zeros(self._packers[j].shapes[0])
-        if not self._fake:
-            self._packers[j].decode(data, [tensor], padded=True)
-        return tensor
+    @property
+    def _device(self) -> torch.device:
+        """Where to encode and decode. What a device can do beside these two differs."""
+        device = self._parameters[0].device
+        return device if device.type == "cuda" else torch.device("cpu")
 
     def _send(self, message: Tensor) -> None:
         """Send to all, with a last byte: whether this member asks to stop."""
@@ -181,8 +193,48 @@ class GatheredMean(Combination):
     def _mean_of(self, messages: Sequence[Tensor]) -> tuple[float, list[Tensor | None]]:
         """The weight of all messages, and the mean of each tensor; None of one that nobody used."""
         if self._fake:
-            return 1.0, [torch.zeros(packer.shapes[0]) for packer in self._packers]
+            return 1.0, [torch.zeros(shape) for shape in self._flat.shapes]
         by_place = dict(enumerate(messages))
         heads = self._layout.heads(by_place)
-        means = [self._layout.mean(j, by_place, heads, senders=self._senders) for j in range(len(self._packers))]
-        return sum(weight for weight, _ in heads.values()), means
+        total = sum(weight for weight, _ in heads.values())
+        mean = self._flat.zeros(self._device)
+        counted = torch.zeros_like(mean) if self._senders else None
+        for place, (weight, used) in heads.items():
+            if weight:
+                self._add(by_place[place], used, weight / total, mean, counted, place=place)
+        if counted is not None:
+            mean.div_(counted.masked_fill_(counted == 0, 1.0))
+        used_by_any = [any(each) for each in zip(*(used for _, used in heads.values()), strict=True)]
+        views = self._flat.views(mean)
+        return total, [view if used else None for view, used in zip(views, used_by_any, strict=True)]
+
+    def _add(
+        self,
+        message: Tensor,
+        used: Sequence[bool],
+        share: float,
+        mean: Tensor,
+        counted: Tensor | None,
+        *,
+        place: int,
+    ) -> None:
+        """Add a member's share to the mean. Raises UnreadableContribution for one that cannot be decoded."""
+        data = self._layout.encoded(message)
+        if not all(used):
+            parts = zip(
+                torch.split(data, self._flat.sizes), torch.split(self._nothing, self._flat.sizes), used, strict=True
+            )
+            data = torch.cat([mine if is_used else nothing for mine, nothing, is_used in parts])
+        try:
+            decoded = self._flat.decode(data.to(mean.device))
+        except CodecError as error:
+            raise UnreadableContribution(place, f"its contribution cannot be decoded: {error}") from error
+        for part in decoded:
+            part.add_to(mean, share)
+            if counted is not None:
+                part.sent.add_to(counted, share)
+
+    @cached_property
+    def _nothing(self) -> Tensor:
+        """The payload of zeros."""
+        return self._flat.encode(self._flat.zeros(torch.device("cpu")))

@@ -16,12 +16,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from smolcluster.comm.codecs.base import Codec, CodecError
 from smolcluster.comm.codecs.block_topk import BlockTopK
-from smolcluster.comm.codecs.casts import Bf16, Fp16, Fp32
+from smolcluster.comm.codecs.casts import Bf16, Cast, Fp16, Fp32
 from smolcluster.comm.codecs.feedback import Feedback
+from smolcluster.comm.codecs.flat import FlatCasts, FlatEncoding
+from smolcluster.comm.codecs.flat_blocks import FlatBlocks
+from smolcluster.comm.codecs.flat_levels import FlatLevels
 from smolcluster.comm.codecs.levels import Int4, Int8
 from smolcluster.comm.codecs.packer import Packer
 from smolcluster.comm.codecs.powersgd import PowerSGD
@@ -31,7 +35,17 @@ from smolcluster.errors import UserError, suggest, unknown_name
 
 CODECS: dict[str, type[Codec]] = {c.name: c for c in (Fp32, Bf16, Fp16, Int8, Int4, TopK, RandK, PowerSGD, BlockTopK)}
 
-__all__ = ["CODECS", "Codec", "CodecError", "Feedback", "Packer", "chosen_codec", "make_codec"]
+__all__ = [
+    "CODECS",
+    "Codec",
+    "CodecError",
+    "Feedback",
+    "FlatEncoding",
+    "Packer",
+    "chosen_codec",
+    "flat_encoding",
+    "make_codec",
+]
 
 
 def make_codec(name: str, **options: Any) -> Codec:
@@ -57,3 +71,14 @@ def chosen_codec(options: CodecOptions) -> Codec:
         "blocktopk": {"k": options.codec_k, "bits": options.codec_bits},
     }
     return make_codec(name, **extra.get(name, {}))
+
+
+def flat_encoding(codec: Codec, layout: Sequence[tuple[str, tuple[int, ...]]]) -> FlatEncoding:
+    """Return the encoding of many tensors together, for the codecs that have one."""
+    if isinstance(codec, BlockTopK):
+        return FlatBlocks(codec, layout)
+    if isinstance(codec, Int8 | Int4):
+        return FlatLevels(codec, layout)
+    if isinstance(codec, Cast):
+        return FlatCasts(codec, layout)
+    raise ValueError(f"codec {codec.name} encodes one tensor at a time")

@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smolcluster.comm.codecs import bins
 from smolcluster.comm.codecs.base import Codec, CodecError, numbers, store
 from smolcluster.errors import UserError
 
@@ -63,23 +64,25 @@ class BlockTopK(Codec):
     def nbytes(self, shape: Sequence[int]) -> int:
         if (blocks := Blocks.of(shape)).count == 0:
             return 0
-        total = blocks.count * self._kept(blocks)
+        total = blocks.count * self.kept(blocks)
         r = min(range(MAX_RICE + 1), key=lambda r: total * r + blocks.count * (blocks.size >> r))
-        return self._head_bytes(total) + -(-total * r // 8) + -(-(total + blocks.count * (blocks.size >> r)) // 8)
+        return self.head_bytes(total) + -(-total * r // 8) + -(-(total + blocks.count * (blocks.size >> r)) // 8)
 
-    def _kept(self, blocks: Blocks) -> int:
+    def kept(self, blocks: Blocks) -> int:
+        """Return how many numbers of each block are sent."""
         return min(blocks.size, math.ceil(self.k * blocks.size / BLOCK))
 
-    def _head_bytes(self, total: int) -> int:
+    def head_bytes(self, total: int) -> int:
+        """Return the bytes before the gaps, for so many kept numbers."""
         return 1 + (2 * 2**self.bits + -(-total * self.bits // 8) if self.bits else 2 * total)
 
     def _encode(self, source: Tensor, out: Tensor, *, key: int, state: dict[str, Tensor]) -> int:
         blocks = Blocks.of(source.shape)
         rows = blocks.cut(source)
-        places = rows.abs().topk(self._kept(blocks), dim=1, sorted=False).indices.sort(dim=1).values
+        places = rows.abs().topk(self.kept(blocks), dim=1, sorted=False).indices.sort(dim=1).values
         kept = rows.gather(1, places).view(-1)
         gaps = np.diff(places.numpy(), axis=1, prepend=-1).reshape(-1) - 1
-        coded, r = rice(gaps, most_bytes=len(out) - self._head_bytes(len(kept)))
+        coded, r = rice(gaps, most_bytes=len(out) - self.head_bytes(len(kept)))
         out[0] = r
         end = 1
         if self.bits:
@@ -97,10 +100,10 @@ class BlockTopK(Codec):
 
     def _decode(self, data: Tensor, target: Tensor) -> int:
         blocks = Blocks.of(target.shape)
-        kept, total = self._kept(blocks), blocks.count * self._kept(blocks)
-        if len(data) < self._head_bytes(total):
-            raise CodecError(f"it has {len(data)} bytes where there are at least {self._head_bytes(total)}")
-        end = self._head_bytes(total)
+        kept, total = self.kept(blocks), blocks.count * self.kept(blocks)
+        if len(data) < self.head_bytes(total):
+            raise CodecError(f"it has {len(data)} bytes where there are at least {self.head_bytes(total)}")
+        end = self.head_bytes(total)
         if self.bits:
             codebook = numbers(data[1 : 1 + 2 * 2**self.bits], torch.bfloat16).float()
             codes = unpack(data[1 + 2 * 2**self.bits : end].numpy(), self.bits, total)
@@ -134,13 +137,20 @@ class Blocks:
         size = min(numel, BLOCK)
         return cls(tuple(shape), False, -(-numel // BLOCK), size)
 
+    @property
+    def tiles_across(self) -> int:
+        """Return how many tiles lie side by side."""
+        return -(-self.shape[1] // TILE) if self.tiled else 1
+
     def cut(self, tensor: Tensor) -> Tensor:
         """Return the blocks as rows."""
         if not self.tiled:
             flat = tensor.reshape(-1)
-            return F.pad(flat, (0, self.count * self.size - len(flat))).view(self.count, self.size)
+            missing = self.count * self.size - len(flat)
+            return (F.pad(flat, (0, missing)) if missing else flat).view(self.count, self.size)
         rows, columns = self.shape
-        padded = F.pad(tensor, (0, -columns % TILE, 0, -rows % TILE))
+        missing_tiles = (0, -columns % TILE, 0, -rows % TILE)
+        padded = F.pad(tensor, missing_tiles) if any(missing_tiles) else tensor
         return padded.view(-(-rows // TILE), TILE, -1, TILE).transpose(1, 2).reshape(self.count, self.size)
 
     def joined(self, blocks: Tensor) -> Tensor:
@@ -154,13 +164,8 @@ class Blocks:
 
 def quantized(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return the bin of each number, and the mean of each bin as it is stored."""
-    count = 2**bits
-    mean, deviation = values.mean(), values.std(correction=0)
-    width = 6 * deviation / count
-    codes = ((values - mean) / width + count // 2).floor() if width > 0 else torch.zeros_like(values)
-    codes = codes.clamp_(0, count - 1).long()
-    sums = torch.zeros(count, dtype=torch.float64).scatter_add_(0, codes, values.double())
-    return codes, (sums / torch.bincount(codes, minlength=count).clamp(min=1)).float()
+    codes, books = bins.quantized(values, bins.Segments([len(values)], values.device), values.abs().amax(0, True), bits)
+    return codes, books[0]
 
 
 def pack(codes: Whole, bits: int) -> Bits:

@@ -52,13 +52,31 @@ class Feedback:
         memory = self.memories.get(name)
         if memory is None:
             return Memory(gradient.clone(memory_format=torch.contiguous_format))
-        if memory.residual.shape != gradient.shape:
-            raise UserError(
-                f"the saved residual of {name} has shape {tuple(memory.residual.shape)}, its gradient "
-                f"{tuple(gradient.shape)}; resume with the model that was saved"
-            )
-        residual = torch.add(gradient, memory.residual, alpha=self.decay, out=torch.empty(gradient.shape))
+        residual = torch.add(
+            gradient, self._residual_of(name, gradient), alpha=self.decay, out=torch.empty(gradient.shape)
+        )
         return Memory(residual, dict(memory.state))
+
+    def add_all(self, gradients: Mapping[str, Tensor]) -> dict[str, Memory]:
+        """Add to each gradient its residual, in place. Return them as memories of a codec that has no state.
+
+        The gradients, in float32, become the residuals: on the device where they are.
+        """
+        known = {
+            name: self._residual_of(name, gradient) for name, gradient in gradients.items() if name in self.memories
+        }
+        if known:
+            torch._foreach_add_([gradients[name] for name in known], list(known.values()), alpha=self.decay)
+        return {name: Memory(gradient) for name, gradient in gradients.items()}
+
+    def _residual_of(self, name: str, gradient: Tensor) -> Tensor:
+        residual = self.memories[name].residual
+        if residual.shape != gradient.shape:
+            raise UserError(
+                f"the saved residual of {name} has shape {tuple(residual.shape)}, its gradient {tuple(gradient.shape)}; "
+                "resume with the model that was saved"
+            )
+        return residual.to(gradient.device)
 
     def keep(self, memories: Mapping[str, Memory]) -> None:
         """Store the memories after an encoding; each residual is now the encoding error."""

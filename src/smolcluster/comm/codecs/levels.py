@@ -51,6 +51,7 @@ class _Levels(Codec):
         scales, levels = torch.empty(self._num_blocks(flat.numel())), torch.empty_like(flat)
         for blocks, scale, level in self._cut(flat, scales, levels):
             torch.maximum(blocks.amax(dim=1, keepdim=True), -blocks.amin(dim=1, keepdim=True), out=scale)
+            scale.add_(0.0)  # the sign of zero depends on the processor
             # First the ratio, then m times that: m / scale would overflow for the smallest scales.
             torch.div(blocks, torch.where(scale > 0, scale, 1.0), out=level).mul_(self.most)
         if self.unbiased:

@@ -1,0 +1,96 @@
+"""int8 and int4 of many tensors together. Format and error bounds: `levels.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from smolcluster.comm.codecs.base import numbers
+from smolcluster.comm.codecs.flat import Decoded, FlatEncoding, pieces
+from smolcluster.comm.codecs.levels import Int4, Int8
+
+
+class FlatLevels(FlatEncoding):
+    """Tensors begin at whole blocks, and at whole bytes of two levels: blocks are the rows of one matrix."""
+
+    codec: Int8 | Int4
+
+    def __init__(self, codec: Int8 | Int4, layout: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        if codec.unbiased:
+            raise ValueError(f"codec {codec.name} draws numbers for each tensor if it is unbiased")
+        self._per_byte = 2 if codec.most < 8 else 1
+        self.align = math.lcm(codec.block, self._per_byte)
+        super().__init__(codec, layout)
+        self._num_scales = [-(-count // codec.block) for count in self._counts]
+        self._num_bytes = [-(-count // self._per_byte) for count in self._counts]  # of levels
+        ends = [*self.offsets[1:], self.length]
+        self._extents = [end - offset for offset, end in zip(self.offsets, ends, strict=True)]  # with padding
+
+    def _encode(self, flat: Tensor) -> Tensor:
+        scales = torch.empty(self.length // self.codec.block, device=flat.device)
+        levels = torch.empty(self.length // self._per_byte, dtype=torch.uint8, device=flat.device)
+        for piece in pieces(self.length, multiple=self.align):
+            blocks = flat[piece].view(-1, self.codec.block)
+            scale = torch.maximum(blocks.amax(dim=1), -blocks.amin(dim=1)).add_(0.0)
+            scales[piece.start // self.codec.block : piece.stop // self.codec.block] = scale
+            level = (blocks / torch.where(scale > 0, scale, 1.0)[:, None]).mul_(self.codec.most).round_().view(-1)
+            levels[piece.start // self._per_byte : piece.stop // self._per_byte] = self._packed(level)
+        parts = []
+        for offset, num_scales, num_bytes in zip(self.offsets, self._num_scales, self._num_bytes, strict=True):
+            first, start = offset // self.codec.block, offset // self._per_byte
+            parts += [scales[first : first + num_scales].view(torch.uint8), levels[start : start + num_bytes]]
+        return torch.cat(parts)
+
+    def _decode(self, data: Tensor) -> Iterator[Decoded] | None:
+        sizes = [
+            size
+            for scales, levels in zip(self._num_scales, self._num_bytes, strict=True)
+            for size in (4 * scales, levels)
+        ]
+        parts = torch.split(data, sizes)
+        scales = self._joined(parts[::2], [4 * (extent // self.codec.block) for extent in self._extents], fill=0)
+        scales = numbers(scales, torch.float32)
+        levels = self._joined(parts[1::2], [extent // self._per_byte for extent in self._extents], fill=self._zero)
+        low, high = torch.aminmax(scales)
+        bad = (low < 0) | ~(high < math.inf) | self._beyond(levels)
+        return None if bool(bad) else self._parts(scales, levels)
+
+    def _parts(self, scales: Tensor, levels: Tensor) -> Iterator[Decoded]:
+        for piece in pieces(self.length, multiple=self.align):
+            level = self._unpacked(levels[piece.start // self._per_byte : piece.stop // self._per_byte])
+            blocks = level.float().mul_(1 / self.codec.most).view(-1, self.codec.block)
+            scale = scales[piece.start // self.codec.block : piece.stop // self.codec.block]
+            yield Decoded(blocks.mul_(scale[:, None]).view(-1), piece)
+
+    @staticmethod
+    def _joined(parts: Sequence[Tensor], sizes: Sequence[int], *, fill: int) -> Tensor:
+        """Join the bytes of all tensors, each filled up to its size."""
+        padded = []
+        for part, size in zip(parts, sizes, strict=True):
+            padded += [part, part.new_full((size - len(part),), fill)] if size > len(part) else [part]
+        return torch.cat(padded)
+
+    @property
+    def _zero(self) -> int:
+        """The byte of levels that are 0."""
+        return 0x88 if self._per_byte == 2 else 0
+
+    def _packed(self, levels: Tensor) -> Tensor:
+        if self._per_byte == 1:
+            return levels.to(torch.int8).view(torch.uint8)
+        pairs = (levels + 8).to(torch.uint8).view(-1, 2)
+        return pairs[:, 0] | (pairs[:, 1] << 4)
+
+    def _unpacked(self, data: Tensor) -> Tensor:
+        if self._per_byte == 1:
+            return data.view(torch.int8)
+        return torch.stack([data & 15, data >> 4], dim=1).view(-1).to(torch.int8) - 8
+
+    def _beyond(self, data: Tensor) -> Tensor:
+        """Whether a level is beyond the highest one: only the lowest number of the type is."""
+        if self._per_byte == 1:
+            return (data == 128).any()
+        return ((data & 15) == 0).any() | ((data >> 4) == 0).any()
