@@ -7,7 +7,7 @@ any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,44 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Opti
         return SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
     kind = Muon if config.optimizer == "muon" else AdamW
     return kind(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
+
+
+def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.AdamW) and not isinstance(optimizer, Muon)
+
+
+def named_groups(
+    named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+    """Return each of these parameters with its group of the optimizer."""
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    return ((name, parameter, groups[parameter]) for name, parameter in named.items())
+
+
+def adamw_denominator(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """Return what AdamW divides a parameter's momentum by."""
+    corrected: Tensor = state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"].to(state["exp_avg_sq"].device))
+    return corrected.sqrt_().add_(group["eps"])
+
+
+def adamw_denominator_means(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the mean over each parameter of what AdamW divides by; 0 where it has no state."""
+    states = ((optimizer.state.get(parameter), group) for _, parameter, group in named_groups(named, optimizer))
+    means = [adamw_denominator(state, group).mean() if state else torch.zeros(()) for state, group in states]
+    return torch.stack([mean.float().to(means[0].device) for mean in means]).tolist() if means else []
+
+
+def second_moment_of(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], gradient: Tensor
+) -> Tensor:
+    """Count a gradient in AdamW's second moment of a parameter, and in nothing else. Return the new denominator."""
+    state = optimizer.state[parameter]
+    if not state:
+        state |= {"step": torch.zeros((), device=parameter.device if group["fused"] else None)}
+        state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    state["step"] += 1
+    state["exp_avg_sq"].mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1 - group["betas"][1])
+    return adamw_denominator(state, group)
 
 
 def warmup_cosine(*, peak: float, floor: float, warmup: int, steps: int) -> Callable[[int], float]:

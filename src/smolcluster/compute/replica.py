@@ -111,10 +111,10 @@ class Replica:
         """The optimizer's rate for the next update; that of its first group, where groups differ."""
         return self.rate_of(self.updates)
 
-    def rate_of(self, update: int) -> float:
-        """The optimizer's rate for an update, counted from 0."""
-        scales = [float(group.get("lr_scale", 1.0)) for group in self.optimizer.param_groups]
-        return self._learning_rate(update) * (scales[0] if scales else 1.0)
+    def rate_of(self, update: int, group: Mapping[str, Any] | None = None) -> float:
+        """The optimizer's rate for an update, counted from 0, for its first group or another."""
+        group = next(iter(self.optimizer.param_groups), {}) if group is None else group
+        return self._learning_rate(update) * float(group.get("lr_scale", 1.0))
 
     def compute(self, batch: Batch, *, before_last: Callable[[], None] | None = None, weight: float = 1.0) -> Tensor:
         """Compute gradients of the mean loss over the parts, times `weight`. `before_last` runs before the last backward."""

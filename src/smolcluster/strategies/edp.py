@@ -11,23 +11,28 @@
     after each of its steps, to every worker: the change of w in int4 (AdamW, `worker_update_interval` > 1)
 
     worker, for each of its own steps:
-        g <- gradient on my samples, at my weights
+        w <- where the server will be when this gradient counts
+        g <- gradient on my samples, at w
         push g, without waiting
-        d <- -s x rate x (1 - beta_1) x clip(g) / sqrt(v);  w <- w + d       with this worker's own v (AdamW without momentum)
-        for each change c of the server:  w <- w + c + e - the e before, where e = s x beta_1 x c;  and w <- w - d for each push
-            that the server has counted
-        every `worker_update_interval` steps: ask for the server's weights, and use them when they arrive, plus e and my d's
+        for each change c of the server:  follow it
+        every `worker_update_interval` steps: ask for the server's weights, and follow them when they arrive
 
-A pull overlaps with computing; its weights are copied in at a step boundary, before the next pull at the latest. With interval
-1 that is at once, so one worker with interval 1 is `single`.
+A pull overlaps with computing; its weights are used at a step boundary, before the next pull at the latest. With interval 1
+that is at once, so one worker with interval 1 is `single`.
 
-So a gradient is computed ahead of the server, not behind it: at its newest weights, plus where its momentum leads (e: its last
-change, scaled), plus the part of my own gradients in its next steps (d, at most 4). A push that is one version old is harmful:
-with momentum 0.9, the steepest direction that stays stable is 38 times less steep than without delay. With s = 1, and gradients
-alike on all workers, w + e + d is where the server will be after the next step. s = 2 goes one step further, as Nesterov's
-momentum does, which damps it. A worker without others takes steps of AdamW with momentum, as the server does, and e = 0.
+So a gradient is computed ahead of the server, not behind it (AdamW). Let j of my pushes, g_1 to g_j, oldest first, wait for a
+step of the server, and c be its last change. If all workers had gradients like mine, the next j + 1 steps would lead to
 
-With SGD and Muon there are no changes: d is one step of the optimizer, and stays in the copy until the next pull.
+    w + (b + .. + b^(j+1)) c + d_1 (1 + b + .. + b^j) + .. + d_j (1 + b)           where d = -rate x (1 - b) x clip(g) / sqrt(v)
+
+with b the decay of AdamW's momentum. A push that is one version old is harmful: with momentum 0.9, the steepest direction
+that stays stable is 38 times less steep than without delay. j steps ahead it is as steep as without, if d is exact, and 5
+times less steep if d is a fifth too small. j + 1 steps ahead, one further, as Nesterov's momentum is, it is about 3 times
+less steep in both cases. So d may be a little off. But a worker's own v, of gradients of fewer samples, is up to the number
+of workers too large. In each tensor it has the right proportions: so the server tells the mean of its sqrt(v), and the norm
+by which it clips. A worker without others goes j steps ahead.
+
+With SGD and Muon there are no changes: the copy takes own steps of the optimizer until the next pull.
 
 The server adds what int4 leaves out to the next change. It leaves out a worker that does not read, which then pulls.
 
@@ -60,39 +65,38 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs.levels import Int4
 from smolcluster.comm.rounds import Committed
-from smolcluster.compute.muon import Muon
+from smolcluster.compute.optim import is_adamw, named_groups, second_moment_of
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.config.options import EDPOptions
 from smolcluster.parallel.encoding import bytes_on_the_wire, server_cost
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape, workers_and_server
 from smolcluster.strategies.base import StepReport
-from smolcluster.strategies.base.replicated import Pushing
+from smolcluster.strategies.base.replicated import Announced, Pushing
 from smolcluster.tasks.base import Task
 
 UNANSWERED = 2  # pushes that a worker may have in flight, so that a slow server is not flooded
-MOST_AHEAD = 4  # steps
-LOOKAHEAD = 2.0  # server steps
+MOST_AHEAD = 4  # own steps
+UNUSUAL = 2.0  # times the number of workers: the norm of a gradient, relative to the server's, from which on it is scaled down
 
 
 class EDP(Pushing[EDPOptions]):
     combined = "server, as they arrive"
     _since_pull = 0  # steps
-    _workers = 1
     _pulling = False
     _staleness = 0  # of the last acknowledged gradient
 
     def setup(self, task: Task) -> None:
         super().setup(task)
-        self._ahead: dict[int, dict[str, Tensor]] = {}  # by push: my step in the local copy, until the server's has it
-        self._lookahead: dict[str, Tensor] = {}  # in the local copy: where the server's momentum leads
+        self._server: dict[str, Tensor] = {}  # its weights as far as known, where it announces changes
+        self._said = Announced()  # with its last change
+        self._change: dict[str, Tensor] = {}
+        self._ahead: dict[int, dict[str, Tensor]] = {}  # by push: my part in a step of the server, until it has counted
 
     @property
     def announces(self) -> bool:
         """Only with AdamW, whose momentum and second moments are known."""
-        optimizer = self.replica.optimizer
-        adamw = isinstance(optimizer, torch.optim.AdamW) and not isinstance(optimizer, Muon)
-        return adamw and self.options.worker_update_interval > 1
+        return is_adamw(self.replica.optimizer) and self.options.worker_update_interval > 1
 
     @classmethod
     def plan(cls, options: EDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
@@ -105,7 +109,8 @@ class EDP(Pushing[EDPOptions]):
         change = sum(map(Int4().nbytes, shape.tensors or [(shape.parameters,)])) if follows else 0
         messages = max(1, round(size / (options.bucket_mb * 2**20)))
         worker = Cost(
-            parameter_bytes=(2 + (MOST_AHEAD + 1 if follows else 0)) * size,  # its own, a pull in flight, steps ahead
+            parameter_bytes=(2 + (MOST_AHEAD + 2 if follows else 0))
+            * size,  # its own, a pull in flight, the server's, steps ahead
             gradient_bytes=size,
             optimizer_bytes=shape.optimizer_bytes(size),
             bytes_sent=gradients,
@@ -131,12 +136,12 @@ class EDP(Pushing[EDPOptions]):
     def step(self, batch: Batch) -> StepReport:
         replica, rate, interval = self.replica, self.replica.learning_rate, self.options.worker_update_interval
 
-        # Push my gradient without waiting.
+        # Push my gradient, at the weights that the server will have, without waiting.
+        self._go_ahead()
         with self.contribute(batch) as mine:
             mine.loss = loss = replica.compute(batch)
 
-        # Step ahead of the server, unless its weights arrive at once.
-        norm = self._step_ahead(batch.step) if interval > 1 else None
+        norm = self._own_step(batch.step) if interval > 1 else None  # else the server's weights arrive at once
         replica.drop_gradients()
         self._since_pull += 1
         if self._since_pull >= interval:
@@ -161,75 +166,84 @@ class EDP(Pushing[EDPOptions]):
         weights_are_due = self._pulling and self._since_pull + 1 >= self.options.worker_update_interval
         return len(self.rounds.flights) <= UNANSWERED and not weights_are_due
 
-    def _step_ahead(self, push: int) -> Tensor:
-        """Update the local copy with my gradient, if it is finite. Return its norm."""
-        replica = self.replica
+    def _go_ahead(self) -> None:
+        """Set the weights to where the server will be, and one step further if others push too."""
+        if not self._server:
+            return
+        further = 1 if self._said.workers > 1 else 0
+        decay = self.replica.optimizer.param_groups[0]["betas"][0]
+        carried = [0.0]  # by momentum, of a change: after 0, 1, 2 .. further steps
+        for power in range(1, len(self._ahead) + further + 1):
+            carried.append(carried[-1] + decay**power)
+        for name, p in self.trained.items():
+            own = p.detach().copy_(self._server[name])
+            if name in self._change:
+                own.add_(self._change[name], alpha=carried[-1])
+            for number, step in enumerate(reversed(self._ahead.values())):  # the newest first
+                if name in step:
+                    own.add_(step[name], alpha=1 + carried[number + further])
+
+    def _own_step(self, push: int) -> Tensor:
+        """Take an own step if my gradient is finite: a step ahead, or one of the optimizer. Return the gradient's norm."""
+        replica, said = self.replica, self._said
         norm = get_total_norm([p.grad for p in replica.parameters if p.grad is not None])
         if not bool(torch.isfinite(norm)):
             return norm
         if not self.announces:
             return replica.apply()
+        norm = norm / replica.loss_scale
+        usual = UNUSUAL * said.workers * said.norm or float(norm)
+        unscale = min(1.0, usual / float(norm)) / replica.loss_scale if norm > 0 else 1.0
+        most = self.context.config.training.grad_clip_norm
+        clip = min(1.0, most / (said.norm or float(norm))) if most and norm > 0 else 1.0
+        sizes, step = dict(zip(self.trained, said.denominators, strict=False)), {}
+        for name, p, group in named_groups(self.trained, replica.optimizer):
+            if p.grad is None:
+                continue
+            gradient = p.grad * unscale
+            denominator = second_moment_of(replica.optimizer, p, group, gradient)
+            size = denominator.mean() / sizes[name] if sizes.get(name) else 1.0
+            decay = group["betas"][0]
+            rate = replica.rate_of(replica.updates, group) * (1 - decay) / (1 - decay ** (replica.updates + 1))
+            step[name] = gradient.div_(denominator).mul_(-rate * clip * size)
         if len(self._ahead) == MOST_AHEAD:
-            self._take_back(next(iter(self._ahead)))
-        own = {name: p.detach() for name, p in self.trained.items()}
-        before = {name: tensor.clone() for name, tensor in own.items()}
-        factor = 1.0
-        if self._workers > 1:
-            factor = LOOKAHEAD
-            for state in replica.optimizer.state.values():  # the momentum is the server's
-                state["exp_avg"].zero_()
-        norm = replica.apply()
-        for name, old in before.items():
-            step = torch.sub(own[name], old, out=old)
-            own[name].add_(step, alpha=factor - 1)
-            step.mul_(factor)
-        self._ahead[push] = before
+            del self._ahead[next(iter(self._ahead))]
+        self._ahead[push] = step
         return norm
-
-    def _take_back(self, push: int) -> None:
-        step = self._ahead.pop(push)
-        for name, p in self.trained.items():
-            p.detach().sub_(step[name])
 
     def apply(self, result: Committed) -> None:
         """Handle the acknowledgement of a push: the server has taken the gradient, or refused it."""
         self._staleness = result.age
-        if result.empty:
-            self._pull_next()  # the local copy is too old or not finite
+        if result.empty:  # the local copy is too old, or my gradient absurd
+            self._ahead.pop(result.step, None)
+            self._pull_next()
 
     def _pull_next(self) -> None:
         if not self._pulling:
             self._since_pull = self.options.worker_update_interval
 
-    def take_change(self, change: Mapping[str, Tensor] | None, step: int, *, counted: int, workers: int) -> None:
-        self._workers = workers
-        for push in [push for push in self._ahead if push <= counted]:
-            self._take_back(push)
-        if change is None:
+    def take_change(self, said: Announced, step: int) -> None:
+        self._ahead = {push: ahead for push, ahead in self._ahead.items() if push > said.counted}
+        if said.change is None:
             self._pull_next()
             return
-        scale = LOOKAHEAD * self.replica.optimizer.param_groups[0]["betas"][0] if workers > 1 else 0.0
-        for name, p in self.trained.items():
-            own, moved = p.detach(), change[name].to(p.device)
-            if name in self._lookahead:
-                own.sub_(self._lookahead[name])
-            own.add_(moved, alpha=1 + scale)
-            self._lookahead[name] = moved * scale
-        self.replica.updates = step
+        for name, own in self._server.items():
+            self._change[name] = said.change[name].to(own.device, own.dtype, copy=True)
+            own.add_(self._change[name])
+        self._said, self.replica.updates = replace(said, change=None), step
 
     def take_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
         for name, own in self.replica.weights().items():
             if own.is_floating_point():
-                own.copy_(weights[name])
-        for ahead in (*self._ahead.values(), self._lookahead):
-            for name, step_ahead in ahead.items():
-                self.trained[name].detach().add_(step_ahead)
+                self._server.get(name, own).copy_(weights[name])
         self.replica.updates, self._pulling = step, False
 
     def rejoined(self) -> None:
         self._since_pull, self._pulling = 0, False
         self._ahead.clear()
-        self._lookahead.clear()
+        self._change.clear()
+        self._said = Announced()
+        self._server = {name: p.detach().clone() for name, p in self.trained.items()} if self.announces else {}
 
     @property
     def server_batch(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections import Counter, deque
@@ -18,6 +19,7 @@ import torch
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.membership.server_link import Lease
 from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
+from smolcluster.comm.rounds import Committed
 from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.config.options import EDPOptions, SyncPSOptions
@@ -31,7 +33,7 @@ from smolcluster.engine.elastic.wal.journal import Journal
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.strategies.base import Commit
-from smolcluster.strategies.base.replicated import Pushing, Replicated
+from smolcluster.strategies.base.replicated import Announced, Pushing, Replicated
 from smolcluster.strategies.edp import EDP
 from smolcluster.strategies.syncps import SyncPS
 
@@ -555,7 +557,9 @@ def test_edp_tells_every_worker_that_reads_what_changed(monkeypatch: pytest.Monk
     edp.role._update(list(edp.role._waiting.values()))
     said = [[m for m in link.sent if m.kind is Kind.AVERAGE] for link in links]
     assert [[m.step for m in messages] for messages in said] == [[1], [1], []]
-    assert [messages[-1].meta for messages in said[:2]] == [{"counted": 1, "workers": 3}, {"counted": 0, "workers": 3}]
+    assert [messages[-1].meta["counted"] for messages in said[:2]] == [1, 0]
+    of_step = {"workers": 3, "norm": pytest.approx(math.sqrt(3)), "denominators": [1.0, 1.0]}
+    assert all(of_step.items() <= messages[-1].meta.items() for messages in said[:2])
     change = {name: torch.empty_like(old) for name, old in before.items()}
     edp.role._changes.decode(0, said[0][0].payload, change)
     for name, p in edp.model.named_parameters():  # the first step of AdamW: all alike in size
@@ -576,78 +580,102 @@ def test_edp_tells_no_changes_of_sgd_and_none_where_each_step_pulls(
     assert not [m for m in link.sent if m.kind is Kind.AVERAGE]
 
 
-def test_a_worker_of_edp_is_ahead_of_the_server_by_its_steps_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also across a pull; a change that is missing makes it pull."""
-    worker: Any = adamw(Server(EDP, EDPOptions(), monkeypatch)).role.strategy
-    worker._ahead, worker._lookahead, worker._since_pull = {}, {}, 0
-    server = {name: p.detach().clone() for name, p in worker.trained.items()}
-    ahead = dict[int, dict[str, torch.Tensor]]()
-    leads_to = 0.0
-
-    def agrees() -> None:
-        for name, p in worker.trained.items():
-            own = sum(step[name] for step in ahead.values())
-            torch.testing.assert_close(p.detach(), server[name] + leads_to + own)
-
-    def steps(*pushes: int) -> None:
-        for push in pushes:
-            for p in worker.trained.values():
-                p.grad = torch.randn(p.shape)
-            worker._step_ahead(push)
-            ahead[push] = {name: step.clone() for name, step in worker._ahead[push].items()}
-            assert all(step.abs().max() > 0.01 for step in ahead[push].values())
-            agrees()
-
-    steps(1, 2)
-    change = {name: torch.full_like(tensor, 0.5) for name, tensor in server.items()}
-    worker.take_change(change, 1, counted=1, workers=4)
-    server, ahead = {name: tensor + 0.5 for name, tensor in server.items()}, {2: ahead[2]}
-    leads_to = 2 * 0.9 * 0.5  # steps, momentum, the last change
-    agrees()
-    change = {name: torch.full_like(tensor, 0.25) for name, tensor in server.items()}
-    worker.take_change(change, 2, counted=1, workers=4)
-    server = {name: tensor + 0.25 for name, tensor in server.items()}
-    leads_to = 2 * 0.9 * 0.25  # in place of the one before
-    agrees()
-    worker.take_change(None, 4, counted=1, workers=4)
-    agrees()
-    assert worker._since_pull == worker.options.worker_update_interval
-    steps(3)
-    server = {name: torch.full_like(tensor, 2.0) for name, tensor in server.items()}
-    worker.take_weights(dict(server), 4)
-    agrees()
-    for push in (4, 5, 6, 7):
-        ahead = {k: v for k, v in ahead.items() if k > push - 4}  # the oldest step goes
-        for p in worker.trained.values():
-            p.grad = torch.randn(p.shape)
-        worker._step_ahead(push)
-        ahead[push] = worker._ahead[push]
-        agrees()
-    worker.take_change(change, 5, counted=7, workers=4)
-    server, ahead = {name: tensor + 0.25 for name, tensor in server.items()}, {}
-    agrees()
-    worker.take_change(change, 6, counted=7, workers=1)
-    server, leads_to = {name: tensor + 0.25 for name, tensor in server.items()}, 0.0  # alone
-    agrees()
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker of edp that has just joined."""
+    edp: Any = adamw(Server(EDP, EDPOptions(), monkeypatch)).role.strategy
+    edp.context.config = SimpleNamespace(training=SimpleNamespace(grad_clip_norm=1.0))
+    edp.setup = None
+    edp._server, edp._change, edp._ahead, edp._said = {}, {}, {}, Announced()
+    edp.rejoined()
+    return edp
 
 
-def test_a_step_ahead_is_the_part_of_a_gradient_in_the_next_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without momentum, which is in the server's changes; alone, it is the server's step."""
-    worker: Any = adamw(Server(EDP, EDPOptions(), monkeypatch)).role.strategy
-    worker._ahead, worker._lookahead, worker._since_pull = {}, {}, 0
-    (first, *others), gradients = worker.trained.values(), (1.0, 1.0, -1.0)
-    moves = []
-    for push, gradient in enumerate(gradients, start=1):
-        for p in (first, *others):
+def push(worker: Any, number: int, gradient: float) -> None:
+    for p in worker.trained.values():
+        p.grad = torch.full_like(p, gradient)
+    worker._own_step(number)
+
+
+def difference(worker: Any) -> torch.Tensor:
+    """The weights at which the worker computes, less those of the server."""
+    worker._go_ahead()
+    return torch.cat([(p.detach() - worker._server[name]).flatten() for name, p in worker.trained.items()])
+
+
+def test_a_worker_of_edp_computes_where_the_server_will_be(worker: Any) -> None:
+    """Two pushes late, against torch's AdamW. Gradients change their size, so the clipping does too."""
+    gradients = [0.4 + 0.3 * math.sin(number) for number in range(40)]
+    for p in worker.trained.values():
+        p.detach().zero_()
+    worker.rejoined()
+    server = {name: p.detach().clone().requires_grad_() for name, p in worker.trained.items()}
+    optimizer = torch.optim.AdamW(server.values(), lr=0.1, weight_decay=0.0)
+    states = [[p.detach().clone() for p in server.values()]]
+    for gradient in gradients:  # where the server is after each step
+        for p in server.values():
             p.grad = torch.full_like(p, gradient)
-        before = first.detach().clone()
-        worker._step_ahead(push)
-        moves.append((first.detach() - before).mean().item())
-        worker._workers = 2
-    rate, momentum = 0.1, 0.9
-    assert moves[0] == pytest.approx(-rate, rel=0.05)
-    for step, (move, gradient) in enumerate(zip(moves[1:], gradients[1:], strict=True), start=2):
-        assert move == pytest.approx(-2 * rate * gradient * (1 - momentum) / (1 - momentum**step), rel=0.05)
+        norm = float(torch.nn.utils.clip_grad_norm_(server.values(), 1.0))
+        optimizer.step()
+        states.append([p.detach().clone() for p in server.values()])
+        number = len(states) - 1
+        push(worker, number, gradient)
+        if number > 2:  # it hears of the step before the last two
+            change = dict(zip(server, map(torch.sub, states[number - 2], states[number - 3]), strict=True))
+            worker.take_change(Announced(change=change, counted=number - 2, norm=norm), number - 2)
+        worker._go_ahead()
+        for p, there, known in zip(worker.trained.values(), states[number], states[number - 2], strict=False):
+            if number > 10:
+                torch.testing.assert_close(p.detach(), there, rtol=0, atol=0.1 * float((there - known).abs().max()))
+
+
+def test_a_worker_of_edp_among_others_goes_one_step_further(worker: Any) -> None:
+    push(worker, 1, 0.1)
+    push(worker, 2, 0.1)
+    newest, older = worker._ahead[2]["bias"].item(), worker._ahead[1]["bias"].item()
+    change = {name: torch.full_like(p, 0.5) for name, p in worker.trained.items()}
+    worker.take_change(Announced(change=change, workers=4), 1)
+    change["bias"].fill_(7.0)  # memory that is used again
+    momentum = 0.5 * (0.9 + 0.81 + 0.729)
+    assert difference(worker)[-1].item() == pytest.approx(momentum + newest * 1.9 + older * 2.71)
+    worker.take_change(Announced(change=None, workers=4), 3)
+    assert worker._since_pull == worker.options.worker_update_interval
+    worker.take_weights({name: torch.full_like(p, 2.0) for name, p in worker.trained.items()}, 3)
+    assert difference(worker)[-1].item() == pytest.approx(momentum + newest * 1.9 + older * 2.71)
+    worker.take_change(Announced(change={name: torch.ones_like(p) for name, p in worker.trained.items()}, counted=2), 4)
+    assert worker._server["bias"].item() == 3.0
+    assert difference(worker)[-1].item() == 0.0  # alone, and nothing in flight
+    for number in range(3, 9):
+        push(worker, number, 0.1)
+    assert list(worker._ahead) == [5, 6, 7, 8]
+    worker.rejoined()
+    assert difference(worker).abs().max() == 0
+
+
+def test_an_absurd_gradient_leads_a_worker_of_edp_nowhere(worker: Any) -> None:
+    change = {name: torch.zeros_like(p) for name, p in worker.trained.items()}
+    worker.take_change(Announced(change=change, workers=3, norm=1.0), 0)
+    push(worker, 1, 1e6)
+    assert worker._ahead[1]["bias"].item() == pytest.approx(-0.1, rel=0.01)
+    push(worker, 2, math.inf)
+    assert list(worker._ahead) == [1]
+    worker.apply(Committed(1, slot=0, empty=True))  # refused
+    assert difference(worker).abs().max() == 0
+    push(worker, 3, 0.5)  # its own second moments are at most those of a gradient six times the server's
+    assert worker._ahead[3]["bias"].item() < -0.01
+
+
+def test_a_step_ahead_has_the_size_of_a_step_of_the_server(worker: Any) -> None:
+    """Whose gradients are of more samples, so that their squares are smaller."""
+    push(worker, 1, 0.5)  # a norm of 0.87
+    alone = worker._ahead[1]["weight"]
+    assert alone.mean().item() == pytest.approx(-0.1, rel=1e-3)  # the first step of AdamW
+    said = Announced(workers=4, norm=2.0, denominators=[0.1, 0.0])  # of the bias nothing is known
+    worker.take_change(dataclasses.replace(said, change={n: torch.zeros_like(p) for n, p in worker.trained.items()}), 0)
+    push(worker, 2, 0.5)
+    expected = -0.1 * 0.5 * 0.5 / 0.1  # rate, gradient, clipped by the server's norm, its denominator
+    assert worker._ahead[2]["weight"].mean().item() == pytest.approx(expected, rel=1e-3)
+    assert worker._ahead[2]["bias"].mean().item() == pytest.approx(-0.1 * 0.5, rel=1e-3)
 
 
 # Stragglers of syncps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from smolcluster.comm.codecs import CodecError, Feedback
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.compute.optim import adamw_denominator_means
 from smolcluster.engine.elastic.parameter_server import ParameterServer, Push
 from smolcluster.engine.elastic.pushed_rounds import PackedModel
 from smolcluster.strategies.base import Context
@@ -112,11 +114,12 @@ class AsynchronousServer(ParameterServer):
         norm = self._take_step(pushes, average)
         if before:
             self._counted |= {p.member: max(p.step, self._counted.get(p.member, 0)) for p in pushes}
-            self._announce({n: torch.sub(self._trained[n].detach(), old, out=old) for n, old in before.items()})
+            change = {n: torch.sub(self._trained[n].detach(), old, out=old) for n, old in before.items()}
+            self._announce(change, norm=float(norm))
         staleness = round(sum(p.extra["staleness"] for p in pushes) / len(pushes))
         self.server_context.committed(self._report(pushes, norm=norm, rate=rate, staleness=staleness))
 
-    def _announce(self, change: Mapping[str, Tensor]) -> None:
+    def _announce(self, change: Mapping[str, Tensor], *, norm: float) -> None:
         """Send all members the change of the weights in this step, except to those that do not keep up: they pull."""
         step = self.replica.updates
         try:
@@ -124,9 +127,12 @@ class AsynchronousServer(ParameterServer):
         except CodecError:  # not finite: nothing to follow
             self._feedback = Feedback()
             return
+        denominators = adamw_denominator_means(self._trained, self.replica.optimizer)
+        said: dict[str, object] = {"workers": len(self._roster.members), "norm": norm if math.isfinite(norm) else 0.0}
+        said |= {"denominators": [float(f"{mean:.4g}") for mean in denominators]}
         for member in self._roster.members.values():
             if member.link.queued_bytes <= self._weights.nbytes + 2**20:
-                meta = {"counted": self._counted.get(member, 0), "workers": len(self._roster.members)}
+                meta = {"counted": self._counted.get(member, 0), **said}
                 for channel, payload in enumerate(payloads):
                     member.link.send(
                         Message(

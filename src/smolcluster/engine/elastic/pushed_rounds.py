@@ -29,7 +29,7 @@ from smolcluster.compute.replica import Replica
 from smolcluster.config.options import ServedOptions
 from smolcluster.engine.elastic.member_side import MemberSide
 from smolcluster.strategies.base import State
-from smolcluster.strategies.base.replicated import Pushing
+from smolcluster.strategies.base.replicated import Announced, Pushing
 
 SLOTS = 1  # memory for one mean
 
@@ -210,9 +210,8 @@ class PushedRounds(ServerRounds, MemberSide):
         if message.channel == len(self._packed.changes) - 1:
             follows = message.step == self._version + 1
             self._version = message.step if follows else self._version
-            change, said = self._server_weights if follows else None, message.meta
-            counted, workers = int(said.get("counted", 0)), max(1, int(said.get("workers", 1)))
-            self._strategy.take_change(change, message.step, counted=counted, workers=workers)
+            said = announced(message.meta, self._server_weights if follows else None)
+            self._strategy.take_change(said, message.step)
 
     def _take_answer(self, message: Message) -> None:
         refused = "refused" in message.meta
@@ -224,3 +223,14 @@ class PushedRounds(ServerRounds, MemberSide):
             self._strategy.apply(Committed(mine.step, slot=0, age=age, empty=refused))
             if refused and self._feedback is not None:
                 self._feedback = Feedback()  # it belongs to the refused gradient
+
+
+def announced(meta: Mapping[str, Any], change: Mapping[str, Tensor] | None) -> Announced:
+    """Read what the server says of a step. What it does not say is not known."""
+    return Announced(
+        change=change,
+        counted=int(meta.get("counted", 0)),
+        workers=max(1, int(meta.get("workers", 1))),
+        norm=abs(float(meta.get("norm", 0.0))),
+        denominators=[abs(float(mean)) for mean in meta.get("denominators", ())],
+    )

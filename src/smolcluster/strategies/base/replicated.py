@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar, cast
 
 from torch import Tensor, nn
@@ -231,6 +232,17 @@ class Exchanging(Replicated[OptionsT]):
         """Update the weights with the result of a round: all members apply the same results in the same order."""
 
 
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What an asynchronous server says of one of its steps."""
+
+    change: Mapping[str, Tensor] | None = None  # of the weights, in memory that is used again; None: one is missing
+    counted: int = 0  # my last push that is in the weights
+    workers: int = 1
+    norm: float = 0.0  # of the gradient, before clipping
+    denominators: Sequence[float] = ()  # AdamW's, the mean over each trained parameter
+
+
 class Pushing(Exchanging[ServedT]):
     """A strategy whose workers push their gradients to a parameter server, which holds the weights and the optimizer."""
 
@@ -247,8 +259,8 @@ class Pushing(Exchanging[ServedT]):
     def take_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Use the server's weights after this step."""
 
-    def take_change(self, change: Mapping[str, Tensor] | None, step: int, *, counted: int, workers: int) -> None:
-        """Follow the server's weights to this step; None: a change is missing. `counted`: my last push that is in them."""
+    def take_change(self, said: Announced, step: int) -> None:
+        """Follow the server's weights to this step."""
         raise AssertionError(f"{type(self).__name__} is synchronous")
 
     @abstractmethod
