@@ -29,7 +29,7 @@ class FlatLevels(FlatEncoding):
         ends = [*self.offsets[1:], self.length]
         self._extents = [end - offset for offset, end in zip(self.offsets, ends, strict=True)]  # with padding
 
-    def _encode(self, flat: Tensor) -> Tensor:
+    def _encode(self, flat: Tensor) -> tuple[Tensor, Iterator[Decoded]]:
         scales = torch.empty(self.length // self.codec.block, device=flat.device)
         levels = torch.empty(self.length // self._per_byte, dtype=torch.uint8, device=flat.device)
         for piece in pieces(self.length, multiple=self.align):
@@ -42,7 +42,7 @@ class FlatLevels(FlatEncoding):
         for offset, num_scales, num_bytes in zip(self.offsets, self._num_scales, self._num_bytes, strict=True):
             first, start = offset // self.codec.block, offset // self._per_byte
             parts += [scales[first : first + num_scales].view(torch.uint8), levels[start : start + num_bytes]]
-        return torch.cat(parts)
+        return torch.cat(parts), self._parts(scales, levels)
 
     def _decode(self, data: Tensor) -> Iterator[Decoded] | None:
         sizes = [
@@ -68,9 +68,9 @@ class FlatLevels(FlatEncoding):
     @staticmethod
     def _joined(parts: Sequence[Tensor], sizes: Sequence[int], *, fill: int) -> Tensor:
         """Join the bytes of all tensors, each filled up to its size."""
-        padded = []
-        for part, size in zip(parts, sizes, strict=True):
-            padded += [part, part.new_full((size - len(part),), fill)] if size > len(part) else [part]
+        missing = [size - len(part) for part, size in zip(parts, sizes, strict=True)]
+        filling = parts[0].new_full((max(missing),), fill)
+        padded = [each for part, count in zip(parts, missing, strict=True) for each in (part, filling[:count])]
         return torch.cat(padded)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from smolcluster.comm.codecs import Codec, CodecError, FlatEncoding, flat, flat_blocks, flat_encoding, make_codec
 from smolcluster.comm.codecs.bits import add_fields, ones_of, read_fields
+from smolcluster.comm.codecs.flat import Decoded
 
 CPU = torch.device("cpu")
 seeds = st.integers(0, 2**31)
@@ -64,11 +66,15 @@ def one_by_one(codec: Codec, tensors: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def decoded(encoding: FlatEncoding, data: Tensor) -> list[Tensor]:
+def joined(encoding: FlatEncoding, parts: Iterable[Decoded]) -> list[Tensor]:
     buffer = encoding.zeros(CPU)
-    for part in encoding.decode(data):
+    for part in parts:
         part.add_to(buffer, 1.0)
     return encoding.views(buffer)
+
+
+def decoded(encoding: FlatEncoding, data: Tensor) -> list[Tensor]:
+    return joined(encoding, encoding.decode(data))
 
 
 @given(codecs(), many_shapes, seeds, kinds)
@@ -77,9 +83,9 @@ def decoded(encoding: FlatEncoding, data: Tensor) -> list[Tensor]:
 def test_many_tensors_are_the_payloads_of_each(codec: Codec, shapes: list[Any], seed: int, kind: str) -> None:
     tensors = [drawn(shape, seed + i, kind) for i, shape in enumerate(shapes)]
     encoding = flat_encoding(codec, layout_of(shapes))
-    payload = encoding.encode(filled(encoding, tensors))
-    expected = one_by_one(codec, tensors)
-    assert torch.equal(payload, expected)
+    payload, parts = encoding.encode(filled(encoding, tensors))
+    assert torch.equal(payload, one_by_one(codec, tensors))
+    assert all(map(torch.equal, joined(encoding, parts), decoded(encoding, payload)))
     for part, tensor, found in zip(
         torch.split(payload, encoding.sizes), tensors, decoded(encoding, payload), strict=True
     ):
@@ -96,7 +102,7 @@ def test_pieces_and_batches_do_not_matter(name: str, limit: int, monkeypatch: py
     shapes: list[Any] = [(64, 64), (100,), (130, 70), (20000,), (0,), (100,), (7,)]
     codec, tensors = make_codec(name), [drawn(shape, i) for i, shape in enumerate(shapes)]
     encoding = flat_encoding(codec, layout_of(shapes))
-    payload = encoding.encode(filled(encoding, tensors))
+    payload, _ = encoding.encode(filled(encoding, tensors))
     assert torch.equal(payload, one_by_one(codec, tensors))
     for tensor, found in zip(tensors, decoded(encoding, payload), strict=True):
         out = torch.empty(tensor.shape)
@@ -108,7 +114,7 @@ def test_pieces_and_batches_do_not_matter(name: str, limit: int, monkeypatch: py
 def test_other_types_and_strides(dtype: torch.dtype) -> None:
     codec, encoding = make_codec("blocktopk"), flat_encoding(make_codec("blocktopk"), layout_of([(130, 70), (768,)]))
     tensors = [drawn((70, 130), 1).to(dtype).T, drawn((1536,), 2).to(dtype)[::2]]
-    assert torch.equal(encoding.encode(filled(encoding, tensors)), one_by_one(codec, tensors))
+    assert torch.equal(encoding.encode(filled(encoding, tensors))[0], one_by_one(codec, tensors))
 
 
 def check_alike(codec: Codec, encoding: FlatEncoding, data: Tensor) -> bool:
