@@ -197,7 +197,7 @@ class BlockBatch:
         ends = ((gaps >> each) + 1).cumsum(0)
         before = torch.cat([ends.new_zeros(1), ends])[tensors.starts]
         unary = (tables.gaps + (tensors.counts * r + 7) // 8) * 8 - before - 1
-        positions = tensors.spread(unary).add_(ends)
+        positions = tensors.spread(unary) + ends
         add_fields(data, positions, torch.ones_like(positions), width=1)
 
     def _values(self, data: Tensor, tables: Tables) -> Tensor:
@@ -229,7 +229,7 @@ class BlockBatch:
         first, last = torch.searchsorted(ones, start * 8), torch.searchsorted(ones, tables.end * 8)
         if not bool(((last - first >= tensors.counts) & (r <= MAX_RICE)).all()):
             return None
-        positions = ones.index_select(0, tensors.spread(first).add_(tables.local))
+        positions = ones.index_select(0, tensors.spread(first) + tables.local)
         high = torch.diff(positions, prepend=positions[:1]).sub_(1)
         high[tensors.starts] = positions[tensors.starts] - start * 8
         each = tensors.spread(r)
