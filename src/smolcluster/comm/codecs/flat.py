@@ -30,7 +30,8 @@ from torch import Tensor
 from smolcluster.comm.codecs.base import Codec, CodecError, check_magnitude, numbers
 from smolcluster.comm.codecs.casts import Cast
 
-PIECE = 2**24  # numbers that are worked on at once, which bounds the scratch memory
+# Numbers that are worked on at once: on a CPU what its cache holds, elsewhere what bounds the scratch memory.
+CPU_PIECE, PIECE = 2**18, 2**24
 
 
 class Decoded(NamedTuple):
@@ -143,10 +144,18 @@ class FlatCasts(FlatEncoding):
         return self._parts(narrow)
 
     def _parts(self, narrow: Tensor) -> Iterator[Decoded]:
-        return (Decoded(narrow[piece].float(), piece) for piece in pieces(self.length))
+        return (Decoded(narrow[piece].float(), piece) for piece in pieces(narrow))
 
 
-def pieces(length: int, *, multiple: int = 1) -> Iterator[slice]:
-    """Cut a buffer into pieces whose lengths are multiples of this number, but for the last one."""
-    step = math.ceil(PIECE / multiple) * multiple
+def piece_of(device: torch.device) -> int:
+    return CPU_PIECE if device.type == "cpu" else PIECE
+
+
+def pieces(flat: Tensor, *, multiple: int = 1, per_element: int = 1) -> Iterator[slice]:
+    """Cut a buffer into pieces whose lengths are multiples of this number, but for the last one.
+
+    `per_element`: how many numbers an element of the buffer has.
+    """
+    length = len(flat) * per_element
+    step = math.ceil(piece_of(flat.device) / multiple) * multiple
     return (slice(start, min(length, start + step)) for start in range(0, length, step))

@@ -18,7 +18,7 @@ from smolcluster.comm.codecs.base import check_magnitude
 from smolcluster.comm.codecs.bins import Segments, quantized
 from smolcluster.comm.codecs.bits import add_fields, ones_of, read_fields
 from smolcluster.comm.codecs.block_topk import BLOCK, MAX_RICE, TILE, Blocks, BlockTopK
-from smolcluster.comm.codecs.flat import PIECE, Decoded, FlatEncoding
+from smolcluster.comm.codecs.flat import Decoded, FlatEncoding, piece_of
 
 MOST = 2**27  # numbers in one batch, which bounds the memory for elements
 
@@ -146,7 +146,7 @@ class BlockBatch:
     def _largest(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return place and value of every element, and the largest magnitude of each tensor."""
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for run in self._runs():
+        for run in self._runs(piece_of(tensors[0].device)):
             cut = [self._blocks[i].cut(tensors[i]) for i in run]
             rows = torch.cat(cut) if len(cut) > 1 else cut[0]
             places = rows.abs().topk(self._kept[run[0]], dim=1, sorted=False).indices.sort(dim=1).values
@@ -158,13 +158,13 @@ class BlockBatch:
         highest.scatter_reduce_(0, self._on(peaks.device).tensor, peaks.view(torch.int32), "amax")
         return places, values, highest.view(torch.float32)
 
-    def _runs(self) -> Iterator[list[int]]:
-        """Tensors with blocks of one size, as many as are worked on at once."""
+    def _runs(self, most: int) -> Iterator[list[int]]:
+        """Tensors with blocks of one size, of at most so many numbers together or one tensor."""
         run: list[int] = []
         numel = 0
         for i, blocks in enumerate(self._blocks):
             more = blocks.count * blocks.size
-            if run and (blocks.size != self._blocks[run[0]].size or numel + more > PIECE):
+            if run and (blocks.size != self._blocks[run[0]].size or numel + more > most):
                 yield run
                 run, numel = [], 0
             run.append(i)

@@ -32,7 +32,7 @@ class FlatLevels(FlatEncoding):
     def _encode(self, flat: Tensor) -> tuple[Tensor, Iterator[Decoded]]:
         scales = torch.empty(self.length // self.codec.block, device=flat.device)
         levels = torch.empty(self.length // self._per_byte, dtype=torch.uint8, device=flat.device)
-        for piece in pieces(self.length, multiple=self.align):
+        for piece in pieces(flat, multiple=self.align):
             blocks = flat[piece].view(-1, self.codec.block)
             scale = torch.maximum(blocks.amax(dim=1), -blocks.amin(dim=1)).add_(0.0)
             scales[piece.start // self.codec.block : piece.stop // self.codec.block] = scale
@@ -59,7 +59,7 @@ class FlatLevels(FlatEncoding):
         return None if bool(bad) else self._parts(scales, levels)
 
     def _parts(self, scales: Tensor, levels: Tensor) -> Iterator[Decoded]:
-        for piece in pieces(self.length, multiple=self.align):
+        for piece in pieces(levels, multiple=self.align, per_element=self._per_byte):
             level = self._unpacked(levels[piece.start // self._per_byte : piece.stop // self._per_byte])
             blocks = level.float().mul_(1 / self.codec.most).view(-1, self.codec.block)
             scale = scales[piece.start // self.codec.block : piece.stop // self.codec.block]
