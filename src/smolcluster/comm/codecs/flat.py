@@ -139,7 +139,7 @@ class FlatCasts(FlatEncoding):
 
     def _decode(self, data: Tensor) -> Iterator[Decoded] | None:
         narrow = numbers(data, self.codec.dtype)
-        if not self.codec.lossless and not bool(narrow.isfinite().all()):
+        if not self.codec.lossless and not bool(torch.stack(torch.aminmax(narrow)).isfinite().all()):
             return None
         return self._parts(narrow)
 

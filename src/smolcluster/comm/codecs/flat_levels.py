@@ -91,6 +91,11 @@ class FlatLevels(FlatEncoding):
 
     def _beyond(self, data: Tensor) -> Tensor:
         """Whether a level is beyond the highest one: only the lowest number of the type is."""
-        if self._per_byte == 1:
-            return (data == 128).any()
-        return ((data & 15) == 0).any() | ((data >> 4) == 0).any()
+        lowest = []
+        for piece in pieces(data):
+            part = data[piece]
+            if self._per_byte == 1:
+                lowest.append(part.view(torch.int8).amin() == -128)
+            else:
+                lowest.append(torch.minimum(part & 15, part >> 4).amin() == 0)
+        return torch.stack(lowest).any()

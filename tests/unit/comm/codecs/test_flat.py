@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smolcluster.comm.codecs import Codec, CodecError, FlatEncoding, flat, flat_blocks, flat_encoding, make_codec
 from smolcluster.comm.codecs.bits import add_fields, ones_of, read_fields
@@ -204,3 +205,26 @@ def test_bit_fields_come_back(widths: list[int], seed: int) -> None:
     by_hand = sum(int(f) << int(p) for f, p in zip(fields, positions, strict=True))
     assert int.from_bytes(data.numpy().tobytes(), "little") == by_hand
     assert ones_of(data).tolist() == [i for i in range(by_hand.bit_length()) if by_hand >> i & 1]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that torch runs."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.number += not operation.is_view
+        return operation(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("name", ["bf16", "int4", "int8", "blocktopk"])
+def test_decoding_takes_as_many_operations_for_many_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "CPU_PIECE", flat.PIECE)
+    counts = []
+    for number in (3, 40):
+        encoding = flat_encoding(make_codec(name), layout_of([(65, 130), (768,)] * number))
+        payload, _ = encoding.encode(filled(encoding, [drawn(shape, 1) for shape in encoding.shapes]))
+        with Operations() as operations:
+            decoded(encoding, payload)
+        counts.append(operations.number)
+    assert counts[0] == counts[1] < 200
