@@ -60,9 +60,11 @@ class MessageLayout:
         """Return the message. `tensors`: the used ones by index; None if the contribution does not count."""
         used = bytes(j in tensors for j in self.row)
         head = torch.frombuffer(bytearray(HEAD.pack(weight, unreadable) + used), dtype=torch.uint8)
-        encoded = (tensors.get(j) for j in self.row)
-        empty = (torch.zeros(packer.nbytes, dtype=torch.uint8) for packer in self._packers)
-        return torch.cat([head, *(e if e is not None else z for e, z in zip(encoded, empty, strict=True))])
+        parts = [head]
+        for j, packer in zip(self.row, self._packers, strict=True):
+            encoded = tensors.get(j)
+            parts.append(torch.zeros(packer.nbytes, dtype=torch.uint8) if encoded is None else encoded)
+        return torch.cat(parts)
 
     def read(self, data: Tensor) -> tuple[float, int, list[bool]]:
         """Return weight, unreadable and used. Raises CodecError for an invalid message."""

@@ -166,9 +166,9 @@ class GatheredMean(Combination):
             self._feedback.keep(self._feedback.add_all({self._names[j]: view for j, view in views.items()}))
         if self._fake:
             return {j: torch.zeros(self._flat.sizes[j], dtype=torch.uint8) for j in gradients}
-        payload, norm = self._flat.encode(flat), 0.0
-        for part in self._flat.decode(payload):
-            # As the others get it, so that they can tell an absurd one.
+        (payload, decoded), norm = self._flat.encode(flat), 0.0
+        for part in decoded:
+            # Of what the others get, so that they can tell an absurd one.
             norm = math.hypot(norm, self._weight * float(torch.linalg.vector_norm(part.values)))
             if self._codec.feedback:
                 part.add_to(flat, -1.0)
@@ -237,4 +237,4 @@ class GatheredMean(Combination):
     @cached_property
     def _nothing(self) -> Tensor:
         """The payload of zeros."""
-        return self._flat.encode(self._flat.zeros(torch.device("cpu")))
+        return self._flat.encode(self._flat.zeros(torch.device("cpu")))[0]

@@ -42,8 +42,13 @@ def summed_by_workers(
     return _through_owners(placement, codec, _tensors(shape, n), rounds=rounds)
 
 
-def gathered_by_workers(options: ExchangeOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
-    """A whole model on every node; what each contributes goes encoded to all others (`comm/gathered_mean.py`)."""
+def gathered_by_workers(
+    options: ExchangeOptions, nodes: Sequence[Node], shape: Shape | None, *, senders: bool = False
+) -> Placement:
+    """A whole model on every node; what each contributes goes encoded to all others (`comm/gathered_mean.py`).
+
+    `senders`: a number is averaged over those that sent it, who are counted.
+    """
     codec, n, seats = chosen_codec(options), len(nodes), worker_on_each(nodes)
     if shape is None:
         return with_coordinator(Placement(seats=seats), nodes, shape)
@@ -51,7 +56,7 @@ def gathered_by_workers(options: ExchangeOptions, nodes: Sequence[Node], shape: 
     encoded = sum(map(codec.nbytes, _tensors(shape, n)))
     cost = Cost(
         parameter_bytes=size,
-        gradient_bytes=dense + (n + 2) * encoded + (2 * dense if codec.feedback else 0),
+        gradient_bytes=(1 + 2 * codec.feedback + senders) * dense + (n + 2) * encoded,
         optimizer_bytes=shape.optimizer_bytes(size),
         bytes_sent=(n - 1) * encoded,
         bytes_received=(n - 1) * encoded,

@@ -94,7 +94,7 @@ class DiLoCo(LocalSteps[DiLoCoOptions]):
         if codec.lossless:
             return super().combination(parameters)
         group, decay = self.context.fixed_group, self.options.feedback_decay
-        senders = codec.name == "blocktopk" and self.options.average == "senders"
+        senders = averages_senders(self.options)
         if self._recompresses:
             return EncodedSum(parameters, group, codec=codec, deal=owners, num_slots=1, decay=decay, senders=senders)
         return GatheredMean(parameters, group, codec=codec, decay=decay, senders=senders)
@@ -113,4 +113,9 @@ class DiLoCo(LocalSteps[DiLoCoOptions]):
             return super().exchanged(options, nodes, shape)
         if len(nodes) > MOST_GATHERED:
             return summed_by_workers(options, nodes, shape, rounds=1, encoded=True)
-        return gathered_by_workers(options, nodes, shape)
+        return gathered_by_workers(options, nodes, shape, senders=averages_senders(options))
+
+
+def averages_senders(options: DiLoCoOptions) -> bool:
+    """Return whether each number is averaged over the workers that sent it."""
+    return options.chosen == "blocktopk" and options.average == "senders"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,17 +21,25 @@ class Segments:
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         self.counts = torch.tensor(counts, device=device)
-        self.starts = self.counts.cumsum(0) - self.counts
-        self.of = torch.repeat_interleave(self.counts, output_size=sum(counts))  # the segment of each element
+        self._total = sum(counts)
         bits = [min(MOST_BITS, SUM_BITS - count.bit_length()) for count in counts]
         self._bits = torch.tensor(bits, device=device)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        return self.counts.cumsum(0) - self.counts
+
+    @cached_property
+    def of(self) -> Tensor:
+        """The segment of each element."""
+        return torch.repeat_interleave(self.counts, output_size=self._total)
 
     def __len__(self) -> int:
         return len(self.counts)
 
     def spread(self, of_segments: Tensor) -> Tensor:
-        """Return for each element the value of its segment."""
-        return of_segments.index_select(0, self.of)
+        """Return for each element the value of its segment; one value for all where there is one segment."""
+        return of_segments if len(self) == 1 else of_segments.index_select(0, self.of)
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum whole numbers. Those of other segments may wrap around: differences are right all the same."""
@@ -55,7 +64,7 @@ def quantized(values: Tensor, segments: Segments, peaks: Tensor, bits: int) -> t
 
     `peaks`: the largest magnitude of each segment. 2^bits bins of equal width lie over mean +- 3 standard deviations.
     """
-    bins, of = 2**bits, segments.of
+    bins = 2**bits
     wide, scale = values.double(), segments.scale(peaks)
     whole = (wide * segments.spread(scale)).round_().long()
     mean = segments.sums(whole).double() / segments.counts / scale
@@ -70,7 +79,7 @@ def quantized(values: Tensor, segments: Segments, peaks: Tensor, bits: int) -> t
         .clamp_(0, bins - 1)
     )
     codes = torch.where(segments.spread(spread), codes, 0.0).long()
-    place = of * bins + codes
+    place = codes if len(segments) == 1 else segments.of * bins + codes
     sums, counts = torch.zeros(2, len(segments) * bins, dtype=torch.int64, device=values.device)
     sums.index_add_(0, place, whole)
     counts.index_add_(0, place, torch.ones_like(whole))

@@ -3,7 +3,9 @@
     encoding = flat_encoding(codec, [("weight", (512, 128)), ("bias", (512,))])       the same at both ends
     flat = encoding.empty(device)                                                     float32, all tensors in one buffer
     torch._foreach_copy_(encoding.views(flat), gradients)
-    payload = encoding.encode(flat)                                                   uint8, `nbytes`, on that device
+    payload, parts = encoding.encode(flat)                                            uint8, `nbytes`, on that device
+    for part in parts:                                                                error feedback, if the codec needs it
+        part.add_to(flat, -1.0)
 
     for part in encoding.decode(payload.to(device)):                                  the receiver
         part.add_to(mean, 0.25)
@@ -28,7 +30,8 @@ from torch import Tensor
 from smolcluster.comm.codecs.base import Codec, CodecError, check_magnitude, numbers
 from smolcluster.comm.codecs.casts import Cast
 
-PIECE = 2**24  # numbers that are worked on at once, which bounds the scratch memory
+# Numbers that are worked on at once: on a CPU what its cache holds, elsewhere what bounds the scratch memory.
+CPU_PIECE, PIECE = 2**18, 2**24
 
 
 class Decoded(NamedTuple):
@@ -76,8 +79,8 @@ class FlatEncoding(ABC):
     def empty(self, device: torch.device) -> Tensor:
         """Return a flat buffer to copy all tensors into."""
         flat = torch.empty(self.length, device=device)
-        for padding in self.padding:
-            flat[padding] = 0.0
+        if self.padding:
+            torch._foreach_zero_([flat[padding] for padding in self.padding])
         return flat
 
     def zeros(self, device: torch.device) -> Tensor:
@@ -89,10 +92,10 @@ class FlatEncoding(ABC):
         ends = zip(self.offsets, self._counts, self.shapes, strict=True)
         return [flat[offset : offset + count].view(shape) for offset, count, shape in ends]
 
-    def encode(self, flat: Tensor) -> Tensor:
-        """Return the payload, on the same device. Raises CodecError for a value that cannot be encoded."""
+    def encode(self, flat: Tensor) -> tuple[Tensor, Iterator[Decoded]]:
+        """Return the payload, on the same device, and what it decodes to. Raises CodecError for a value that is not finite."""
         if self.nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device=flat.device)
+            return torch.empty(0, dtype=torch.uint8, device=flat.device), iter(())
         if not self.codec.lossless:
             check_magnitude(flat, limit=self.codec.limit, name=self.codec.name)
         return self._encode(flat)
@@ -117,8 +120,8 @@ class FlatEncoding(ABC):
         return Decoded(flat.to(data.device), slice(None))
 
     @abstractmethod
-    def _encode(self, flat: Tensor) -> Tensor:
-        """Encode numbers within the codec's limit."""
+    def _encode(self, flat: Tensor) -> tuple[Tensor, Iterator[Decoded]]:
+        """Encode numbers within the codec's limit. The buffer may be changed before the parts are taken."""
 
     @abstractmethod
     def _decode(self, data: Tensor) -> Iterator[Decoded] | None:
@@ -130,17 +133,29 @@ class FlatCasts(FlatEncoding):
 
     codec: Cast
 
-    def _encode(self, flat: Tensor) -> Tensor:
-        return flat.to(self.codec.dtype).view(torch.uint8)
+    def _encode(self, flat: Tensor) -> tuple[Tensor, Iterator[Decoded]]:
+        narrow = flat.to(self.codec.dtype)
+        return narrow.view(torch.uint8), self._parts(narrow)
 
     def _decode(self, data: Tensor) -> Iterator[Decoded] | None:
         narrow = numbers(data, self.codec.dtype)
-        if not self.codec.lossless and not bool(narrow.isfinite().all()):
+        if not self.codec.lossless and not bool(torch.stack(torch.aminmax(narrow)).isfinite().all()):
             return None
-        return (Decoded(narrow[piece].float(), piece) for piece in pieces(self.length))
+        return self._parts(narrow)
+
+    def _parts(self, narrow: Tensor) -> Iterator[Decoded]:
+        return (Decoded(narrow[piece].float(), piece) for piece in pieces(narrow))
 
 
-def pieces(length: int, *, multiple: int = 1) -> Iterator[slice]:
-    """Cut a buffer into pieces whose lengths are multiples of this number, but for the last one."""
-    step = math.ceil(PIECE / multiple) * multiple
+def piece_of(device: torch.device) -> int:
+    return CPU_PIECE if device.type == "cpu" else PIECE
+
+
+def pieces(flat: Tensor, *, multiple: int = 1, per_element: int = 1) -> Iterator[slice]:
+    """Cut a buffer into pieces whose lengths are multiples of this number, but for the last one.
+
+    `per_element`: how many numbers an element of the buffer has.
+    """
+    length = len(flat) * per_element
+    step = math.ceil(piece_of(flat.device) / multiple) * multiple
     return (slice(start, min(length, start + step)) for start in range(0, length, step))

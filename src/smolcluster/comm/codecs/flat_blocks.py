@@ -18,7 +18,7 @@ from smolcluster.comm.codecs.base import check_magnitude
 from smolcluster.comm.codecs.bins import Segments, quantized
 from smolcluster.comm.codecs.bits import add_fields, ones_of, read_fields
 from smolcluster.comm.codecs.block_topk import BLOCK, MAX_RICE, TILE, Blocks, BlockTopK
-from smolcluster.comm.codecs.flat import PIECE, Decoded, FlatEncoding
+from smolcluster.comm.codecs.flat import Decoded, FlatEncoding, piece_of
 
 MOST = 2**27  # numbers in one batch, which bounds the memory for elements
 
@@ -45,9 +45,11 @@ class FlatBlocks(FlatEncoding):
             end += 1
         return offsets, end
 
-    def _encode(self, flat: Tensor) -> Tensor:
+    def _encode(self, flat: Tensor) -> tuple[Tensor, Iterator[Decoded]]:
         views = iter(self.views(flat))
-        return torch.cat([batch.encode(list(itertools.islice(views, batch.size))) for batch in self._batches])
+        of_batches = ((batch, list(itertools.islice(views, batch.size))) for batch in self._batches)
+        encoded = [batch.encode(tensors) for batch, tensors in of_batches if batch.nbytes]
+        return torch.cat([payload for payload, _ in encoded]), (part for _, part in encoded)
 
     def _decode(self, data: Tensor) -> Iterator[Decoded] | None:
         parts = torch.split(data, [batch.nbytes for batch in self._batches])
@@ -77,15 +79,14 @@ class Tables:
     tensor: Tensor  # of each block: its tensor
     block: Tensor  # of each element: its block
     first: Tensor  # of each block: its first element
+    last: Tensor  # and its last one
     limit: Tensor  # of each block: its size
-    # The number at place p of a block is that of row y + (p >> shift) and column x + (p & mask) of a matrix.
-    y: Tensor
-    x: Tensor
+    # The number at place p of a block belongs to p >> shift rows below its first one, and to p % 2^shift numbers right of it.
+    start: Tensor  # where its first number is in the flat buffer
+    columns: Tensor  # of its tensor
     shift: Tensor
-    mask: Tensor
-    rows: Tensor
-    columns: Tensor
-    offset: Tensor  # of that matrix in the flat buffer
+    height: Tensor  # rows and columns that are not padding
+    width: Tensor
 
     def spread(self, of_blocks: Tensor) -> Tensor:
         """Return for each element the value of its block."""
@@ -109,15 +110,14 @@ class BlockBatch:
         self._books = 2 * 2**codec.bits if codec.bits else 0  # bytes of a codebook
         self._tables: dict[torch.device, Tables] = {}
 
-    def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        if not self.nbytes:
-            return torch.empty(0, dtype=torch.uint8, device=tensors[0].device if tensors else None)
+    def encode(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Decoded]:
+        """Return the payload, and what it decodes to."""
         places, values, peaks = self._largest([tensors[i] for i in self._order])
         tables = self._on(places.device)
         data = torch.zeros(self.nbytes + 2, dtype=torch.int32, device=places.device)
-        self._put_values(data, values, peaks, tables)
+        values = self._put_values(data, values, peaks, tables)
         self._put_gaps(data, places, tables)
-        return data[: self.nbytes].to(torch.uint8)
+        return data[: self.nbytes].to(torch.uint8), self._placed(places, values, tables)
 
     def decode(self, data: Tensor) -> Decoded | None:
         """Decode a payload; None if it may be invalid."""
@@ -128,21 +128,25 @@ class BlockBatch:
         values = self._values(data, tables)
         through = gaps.add_(1).cumsum(0)
         before = through[tables.first] - gaps[tables.first]
-        places = through - tables.spread(before) - 1
-        valid = (places < tables.spread(tables.limit)).all() & values.isfinite().all()
+        places = through.sub_(tables.spread(before)).sub_(1)
+        valid = (places[tables.last] < tables.limit).all() & values.isfinite().all()
         if not bool(valid):
             return None
-        y = tables.spread(tables.y) + (places >> tables.spread(tables.shift))
-        x = tables.spread(tables.x) + (places & tables.spread(tables.mask))
-        columns = tables.spread(tables.columns)
-        inside = (y < tables.spread(tables.rows)) & (x < columns)
-        where = torch.where(inside, tables.spread(tables.offset) + y * columns + x, self._spare)
-        return Decoded(torch.where(inside, values, 0.0), where)
+        return self._placed(places, values, tables)
+
+    def _placed(self, places: Tensor, values: Tensor, tables: Tables) -> Decoded:
+        """Return the values at their places in the flat buffer. `places`, of elements in their block, are overwritten."""
+        shift = tables.spread(tables.shift)
+        down = places >> shift
+        right = places.sub_(down << shift)
+        inside = (down < tables.spread(tables.height)) & (right < tables.spread(tables.width))
+        where = right.add_(tables.spread(tables.start)).add_(down.mul_(tables.spread(tables.columns)))
+        return Decoded(torch.where(inside, values, 0.0), torch.where(inside, where, self._spare))
 
     def _largest(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return place and value of every element, and the largest magnitude of each tensor."""
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for run in self._runs():
+        for run in self._runs(piece_of(tensors[0].device)):
             cut = [self._blocks[i].cut(tensors[i]) for i in run]
             rows = torch.cat(cut) if len(cut) > 1 else cut[0]
             places = rows.abs().topk(self._kept[run[0]], dim=1, sorted=False).indices.sort(dim=1).values
@@ -154,31 +158,32 @@ class BlockBatch:
         highest.scatter_reduce_(0, self._on(peaks.device).tensor, peaks.view(torch.int32), "amax")
         return places, values, highest.view(torch.float32)
 
-    def _runs(self) -> Iterator[list[int]]:
-        """Tensors with blocks of one size, as many as are worked on at once."""
+    def _runs(self, most: int) -> Iterator[list[int]]:
+        """Tensors with blocks of one size, of at most so many numbers together or one tensor."""
         run: list[int] = []
         numel = 0
         for i, blocks in enumerate(self._blocks):
             more = blocks.count * blocks.size
-            if run and (blocks.size != self._blocks[run[0]].size or numel + more > PIECE):
+            if run and (blocks.size != self._blocks[run[0]].size or numel + more > most):
                 yield run
                 run, numel = [], 0
             run.append(i)
             numel += more
         yield run
 
-    def _put_values(self, data: Tensor, values: Tensor, peaks: Tensor, tables: Tables) -> None:
+    def _put_values(self, data: Tensor, values: Tensor, peaks: Tensor, tables: Tables) -> Tensor:
+        """Write the values. Return them as they are decoded."""
         tensors, bits = tables.tensors, self._codec.bits
         start = tensors.spread(tables.codes * 8)
         if not bits:
             narrow = to_bf16(values)
             add_fields(data, start + 16 * tables.local, narrow.view(torch.int16).long() & 0xFFFF, width=16)
-            return
-        codes, books = quantized(values, tensors, peaks, bits)
-        book_bytes = to_bf16(books).view(torch.uint8).view(len(tensors), -1)
-        at = tables.slot[:, None] + 1 + torch.arange(self._books, device=data.device)
-        data[at.view(-1)] = book_bytes.view(-1).int()
+            return narrow.float()
+        codes, means = quantized(values, tensors, peaks, bits)
+        books = to_bf16(means)
+        data[self._book_places(tables)] = books.view(torch.uint8).view(len(tensors), -1).int()
         add_fields(data, start + bits * tables.local, codes, width=bits)
+        return self._looked_up(books, codes, tables)
 
     def _put_gaps(self, data: Tensor, places: Tensor, tables: Tables) -> None:
         tensors = tables.tensors
@@ -192,7 +197,7 @@ class BlockBatch:
         ends = ((gaps >> each) + 1).cumsum(0)
         before = torch.cat([ends.new_zeros(1), ends])[tensors.starts]
         unary = (tables.gaps + (tensors.counts * r + 7) // 8) * 8 - before - 1
-        positions = tensors.spread(unary).add_(ends)
+        positions = tensors.spread(unary) + ends
         add_fields(data, positions, torch.ones_like(positions), width=1)
 
     def _values(self, data: Tensor, tables: Tables) -> Tensor:
@@ -201,10 +206,15 @@ class BlockBatch:
         if not bits:
             words = read_fields(data, start + 16 * tables.local, 16)
             return words.to(torch.int16).view(torch.bfloat16).float()
-        at = tables.slot[:, None] + 1 + torch.arange(self._books, device=data.device)
-        books = data[at].view(torch.bfloat16).float()
-        codes = read_fields(data, start + bits * tables.local, bits)
-        return books.view(-1).index_select(0, (tensors.of << bits).add_(codes))
+        books = data[self._book_places(tables)].view(torch.bfloat16)
+        return self._looked_up(books, read_fields(data, start + bits * tables.local, bits), tables)
+
+    def _book_places(self, tables: Tables) -> Tensor:
+        """Return where the bytes of each tensor's codebook are."""
+        return tables.slot[:, None] + 1 + torch.arange(self._books, device=tables.slot.device)
+
+    def _looked_up(self, books: Tensor, codes: Tensor, tables: Tables) -> Tensor:
+        return books.float().view(-1).index_select(0, (tables.tensors.of << self._codec.bits).add_(codes))
 
     def _gaps(self, data: Tensor, tables: Tables) -> Tensor | None:
         """Decode the gaps; None if there are too few."""
@@ -219,7 +229,7 @@ class BlockBatch:
         first, last = torch.searchsorted(ones, start * 8), torch.searchsorted(ones, tables.end * 8)
         if not bool(((last - first >= tensors.counts) & (r <= MAX_RICE)).all()):
             return None
-        positions = ones.index_select(0, tensors.spread(first).add_(tables.local))
+        positions = ones.index_select(0, tensors.spread(first) + tables.local)
         high = torch.diff(positions, prepend=positions[:1]).sub_(1)
         high[tensors.starts] = positions[tensors.starts] - start * 8
         each = tensors.spread(r)
@@ -244,9 +254,15 @@ class BlockBatch:
         totals = [count * k for count, k in zip(counts, kept, strict=True)]
         elements = Segments(totals, device)
         lengths = per_block(kept)
-        across = per_block(each.tiles_across for each in blocks)
         heads = per_tensor(map(self._codec.head_bytes, totals))
         tiled = per_block(each.tiled for each in blocks).bool()
+        across = per_block(each.tiles_across for each in blocks)
+        y, x = (
+            torch.where(tiled, number // across * TILE, 0),
+            torch.where(tiled, number % across * TILE, number * BLOCK),
+        )
+        rows = per_block(each.shape[0] if each.tiled else 1 for each in blocks)
+        columns = per_block(each.shape[1] if each.tiled else math.prod(each.shape) for each in blocks)
         return Tables(
             tensors=elements,
             local=torch.arange(sum(totals), device=device) - elements.starts[elements.of],
@@ -257,14 +273,13 @@ class BlockBatch:
             tensor=tensor,
             block=torch.repeat_interleave(lengths, output_size=sum(totals)),
             first=lengths.cumsum(0) - lengths,
+            last=lengths.cumsum(0) - 1,
             limit=per_block(each.size for each in blocks),
-            y=torch.where(tiled, number // across * TILE, 0),
-            x=torch.where(tiled, number % across * TILE, number * BLOCK),
+            start=per_block(self._offsets) + y * columns + x,
+            columns=columns,
             shift=torch.where(tiled, TILE.bit_length() - 1, BLOCK.bit_length() - 1),
-            mask=torch.where(tiled, TILE - 1, BLOCK - 1),
-            rows=per_block(each.shape[0] if each.tiled else 1 for each in blocks),
-            columns=per_block(each.shape[1] if each.tiled else math.prod(each.shape) for each in blocks),
-            offset=per_block(self._offsets),
+            height=torch.where(tiled, rows - y, 1),
+            width=columns - x,
         )
 
 

@@ -29,10 +29,10 @@ class FlatLevels(FlatEncoding):
         ends = [*self.offsets[1:], self.length]
         self._extents = [end - offset for offset, end in zip(self.offsets, ends, strict=True)]  # with padding
 
-    def _encode(self, flat: Tensor) -> Tensor:
+    def _encode(self, flat: Tensor) -> tuple[Tensor, Iterator[Decoded]]:
         scales = torch.empty(self.length // self.codec.block, device=flat.device)
         levels = torch.empty(self.length // self._per_byte, dtype=torch.uint8, device=flat.device)
-        for piece in pieces(self.length, multiple=self.align):
+        for piece in pieces(flat, multiple=self.align):
             blocks = flat[piece].view(-1, self.codec.block)
             scale = torch.maximum(blocks.amax(dim=1), -blocks.amin(dim=1)).add_(0.0)
             scales[piece.start // self.codec.block : piece.stop // self.codec.block] = scale
@@ -42,7 +42,7 @@ class FlatLevels(FlatEncoding):
         for offset, num_scales, num_bytes in zip(self.offsets, self._num_scales, self._num_bytes, strict=True):
             first, start = offset // self.codec.block, offset // self._per_byte
             parts += [scales[first : first + num_scales].view(torch.uint8), levels[start : start + num_bytes]]
-        return torch.cat(parts)
+        return torch.cat(parts), self._parts(scales, levels)
 
     def _decode(self, data: Tensor) -> Iterator[Decoded] | None:
         sizes = [
@@ -59,7 +59,7 @@ class FlatLevels(FlatEncoding):
         return None if bool(bad) else self._parts(scales, levels)
 
     def _parts(self, scales: Tensor, levels: Tensor) -> Iterator[Decoded]:
-        for piece in pieces(self.length, multiple=self.align):
+        for piece in pieces(levels, multiple=self.align, per_element=self._per_byte):
             level = self._unpacked(levels[piece.start // self._per_byte : piece.stop // self._per_byte])
             blocks = level.float().mul_(1 / self.codec.most).view(-1, self.codec.block)
             scale = scales[piece.start // self.codec.block : piece.stop // self.codec.block]
@@ -68,9 +68,9 @@ class FlatLevels(FlatEncoding):
     @staticmethod
     def _joined(parts: Sequence[Tensor], sizes: Sequence[int], *, fill: int) -> Tensor:
         """Join the bytes of all tensors, each filled up to its size."""
-        padded = []
-        for part, size in zip(parts, sizes, strict=True):
-            padded += [part, part.new_full((size - len(part),), fill)] if size > len(part) else [part]
+        missing = [size - len(part) for part, size in zip(parts, sizes, strict=True)]
+        filling = parts[0].new_full((max(missing),), fill)
+        padded = [each for part, count in zip(parts, missing, strict=True) for each in (part, filling[:count])]
         return torch.cat(padded)
 
     @property
@@ -91,6 +91,11 @@ class FlatLevels(FlatEncoding):
 
     def _beyond(self, data: Tensor) -> Tensor:
         """Whether a level is beyond the highest one: only the lowest number of the type is."""
-        if self._per_byte == 1:
-            return (data == 128).any()
-        return ((data & 15) == 0).any() | ((data >> 4) == 0).any()
+        lowest = []
+        for piece in pieces(data):
+            part = data[piece]
+            if self._per_byte == 1:
+                lowest.append(part.view(torch.int8).amin() == -128)
+            else:
+                lowest.append(torch.minimum(part & 15, part >> 4).amin() == 0)
+        return torch.stack(lowest).any()

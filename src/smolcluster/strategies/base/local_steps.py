@@ -240,12 +240,15 @@ class LocalSteps(LateRounds[LocalStepsT]):
     def _mix(self, step: int) -> None:
         while self._arrived and self._arrives(self._arrived[0][0]) <= step:
             slot = self._arrived.popleft()[1]
-            for place in self._fragmented.places(slot) if self._streaming.mixing else ():
-                parameter, anchor = self.replica.parameters[place], self._anchor[place]
-                if self._streaming.mixing == 1:
-                    parameter.copy_(anchor)
-                else:
-                    parameter.lerp_(anchor, self._streaming.mixing)
+            if not self._streaming.mixing:
+                continue
+            places = self._fragmented.places(slot)
+            weights = [self.replica.parameters[place].detach() for place in places]
+            anchors = [self._anchor[place] for place in places]
+            if self._streaming.mixing == 1:
+                torch._foreach_copy_(weights, anchors)
+            else:
+                torch._foreach_lerp_(weights, anchors, self._streaming.mixing)
 
     @torch.no_grad()
     def _contribute(self, step: int) -> None:
@@ -259,7 +262,8 @@ class LocalSteps(LateRounds[LocalStepsT]):
         done = self._mine
         local = self._local_report(done) if self.context.fixed_group is None else None
         places, starts = self._fragmented.places(slot), self._start if self._streaming.eager else self._anchor
-        deltas = [starts[place] - self.replica.parameters[place] for place in places]
+        weights = [self.replica.parameters[place].detach() for place in places]
+        deltas = list(torch._foreach_sub([starts[place] for place in places], weights))
         self._put_gradients(places, deltas)
         if local is not None:
             local |= self._clipped(rounds=1 + self._late.rounds)
@@ -291,8 +295,10 @@ class LocalSteps(LateRounds[LocalStepsT]):
         for place, delta in zip(places, deltas, strict=True):
             parameter = self.replica.parameters[place]
             parameter.grad = self._late.add_to(place, delta)
-            if not self._streaming.streams:
-                parameter.copy_(self._anchor[place])
+        if not self._streaming.streams:
+            torch._foreach_copy_(
+                [self.replica.parameters[place].detach() for place in places], [self._anchor[place] for place in places]
+            )
 
     def _local_report(self, done: LocalRound) -> dict[str, Any]:
         """Return the steps of a round and their time, without that of the first, in which code may be compiled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smolcluster.comm.codecs import Codec, CodecError, FlatEncoding, flat, flat_blocks, flat_encoding, make_codec
 from smolcluster.comm.codecs.bits import add_fields, ones_of, read_fields
+from smolcluster.comm.codecs.flat import Decoded
 
 CPU = torch.device("cpu")
 seeds = st.integers(0, 2**31)
@@ -64,11 +67,15 @@ def one_by_one(codec: Codec, tensors: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def decoded(encoding: FlatEncoding, data: Tensor) -> list[Tensor]:
+def joined(encoding: FlatEncoding, parts: Iterable[Decoded]) -> list[Tensor]:
     buffer = encoding.zeros(CPU)
-    for part in encoding.decode(data):
+    for part in parts:
         part.add_to(buffer, 1.0)
     return encoding.views(buffer)
+
+
+def decoded(encoding: FlatEncoding, data: Tensor) -> list[Tensor]:
+    return joined(encoding, encoding.decode(data))
 
 
 @given(codecs(), many_shapes, seeds, kinds)
@@ -77,9 +84,9 @@ def decoded(encoding: FlatEncoding, data: Tensor) -> list[Tensor]:
 def test_many_tensors_are_the_payloads_of_each(codec: Codec, shapes: list[Any], seed: int, kind: str) -> None:
     tensors = [drawn(shape, seed + i, kind) for i, shape in enumerate(shapes)]
     encoding = flat_encoding(codec, layout_of(shapes))
-    payload = encoding.encode(filled(encoding, tensors))
-    expected = one_by_one(codec, tensors)
-    assert torch.equal(payload, expected)
+    payload, parts = encoding.encode(filled(encoding, tensors))
+    assert torch.equal(payload, one_by_one(codec, tensors))
+    assert all(map(torch.equal, joined(encoding, parts), decoded(encoding, payload)))
     for part, tensor, found in zip(
         torch.split(payload, encoding.sizes), tensors, decoded(encoding, payload), strict=True
     ):
@@ -91,12 +98,12 @@ def test_many_tensors_are_the_payloads_of_each(codec: Codec, shapes: list[Any], 
 @pytest.mark.parametrize("name", ["bf16", "int4", "int8", "blocktopk"])
 @pytest.mark.parametrize("limit", [5000, 10**9])
 def test_pieces_and_batches_do_not_matter(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, constant in ((flat, "PIECE"), (flat_blocks, "PIECE"), (flat_blocks, "MOST")):
+    for module, constant in ((flat, "CPU_PIECE"), (flat_blocks, "MOST")):
         monkeypatch.setattr(module, constant, limit)
     shapes: list[Any] = [(64, 64), (100,), (130, 70), (20000,), (0,), (100,), (7,)]
     codec, tensors = make_codec(name), [drawn(shape, i) for i, shape in enumerate(shapes)]
     encoding = flat_encoding(codec, layout_of(shapes))
-    payload = encoding.encode(filled(encoding, tensors))
+    payload, _ = encoding.encode(filled(encoding, tensors))
     assert torch.equal(payload, one_by_one(codec, tensors))
     for tensor, found in zip(tensors, decoded(encoding, payload), strict=True):
         out = torch.empty(tensor.shape)
@@ -108,7 +115,7 @@ def test_pieces_and_batches_do_not_matter(name: str, limit: int, monkeypatch: py
 def test_other_types_and_strides(dtype: torch.dtype) -> None:
     codec, encoding = make_codec("blocktopk"), flat_encoding(make_codec("blocktopk"), layout_of([(130, 70), (768,)]))
     tensors = [drawn((70, 130), 1).to(dtype).T, drawn((1536,), 2).to(dtype)[::2]]
-    assert torch.equal(encoding.encode(filled(encoding, tensors)), one_by_one(codec, tensors))
+    assert torch.equal(encoding.encode(filled(encoding, tensors))[0], one_by_one(codec, tensors))
 
 
 def check_alike(codec: Codec, encoding: FlatEncoding, data: Tensor) -> bool:
@@ -198,3 +205,26 @@ def test_bit_fields_come_back(widths: list[int], seed: int) -> None:
     by_hand = sum(int(f) << int(p) for f, p in zip(fields, positions, strict=True))
     assert int.from_bytes(data.numpy().tobytes(), "little") == by_hand
     assert ones_of(data).tolist() == [i for i in range(by_hand.bit_length()) if by_hand >> i & 1]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that torch runs."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.number += not operation.is_view
+        return operation(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("name", ["bf16", "int4", "int8", "blocktopk"])
+def test_decoding_takes_as_many_operations_for_many_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "CPU_PIECE", flat.PIECE)
+    counts = []
+    for number in (3, 40):
+        encoding = flat_encoding(make_codec(name), layout_of([(65, 130), (768,)] * number))
+        payload, _ = encoding.encode(filled(encoding, [drawn(shape, 1) for shape in encoding.shapes]))
+        with Operations() as operations:
+            decoded(encoding, payload)
+        counts.append(operations.number)
+    assert counts[0] == counts[1] < 200
