@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests import warm as warm_processes
@@ -13,6 +14,9 @@ from tests import warm as warm_processes
 settings.register_profile("smolcluster", deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile("smolcluster")
+
+# As many processes run tests as there are cores, or more: threads of each would only wait for one another.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -105,7 +105,7 @@ def arguments(tests: Sequence[str], *, all_of_them: bool, jobs: int) -> list[str
     """For pytest; `tests`, where given, are run one after the other."""
     common = ["-m", "", "--hypothesis-profile=thorough"] if all_of_them else []
     chosen = tests or [f"tests/{folder}" for folder in FOLDERS]
-    return [*chosen, *common, *(() if tests else ("-n", str(jobs), *DEALT))]
+    return [*chosen, *common, *(() if tests else ("-n", str(jobs), *DEALT, "--durations=30"))]
 
 
 def main() -> int:

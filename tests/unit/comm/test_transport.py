@@ -618,6 +618,19 @@ class TestTcp:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
+    def test_nothing_is_dialled_while_it_closes(self, world: World) -> None:
+        """A handler that dials again when its link ends would leave a task in a loop that is closed."""
+        server, worker = world.transport("server"), world.transport("worker", 1)
+        _, at_worker = world.meet(server, worker)
+        address = worker.listen(HERE, 0, at_worker)
+        at_worker.link()
+        dialled = []
+        at_worker.on_end = lambda: dialled.append(worker.dial(address, Recorder()))
+        worker.close()
+        assert dialled
+        assert worker.loop.is_closed()
+        assert not worker._tasks
+
     def test_waiting_is_told_once(self, world: World, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
         worker, address = world.transport(), f"{HERE}:{free_port()}"

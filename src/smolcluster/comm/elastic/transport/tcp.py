@@ -68,7 +68,7 @@ class TcpDialer(Dialer):
         self._closed = False
 
     def start(self) -> None:
-        if not self._closed:
+        if not self._closed and not self._owner.closing:
             self._task = self._owner.start(self._keep_linked())
 
     def close(self) -> None:
@@ -222,6 +222,11 @@ class TcpTransport(Transport):
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(callback, *args)
+
+    @property
+    def closing(self) -> bool:
+        """Whether nothing may start any more: a task that starts now would outlive the loop."""
+        return self._stop.is_set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
