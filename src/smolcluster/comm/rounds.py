@@ -347,8 +347,11 @@ class ServerRounds(Rounds):
         """Ask for the server's weights."""
 
     @abstractmethod
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        """Handle the server's messages until `done()`, the end of the run, or a new WELCOME."""
+    def wait_until(self, done: Callable[[], bool], *, within_s: float | None = None) -> bool:
+        """Handle the server's messages until `done()`, the end of the run, or a new WELCOME.
+
+        Return whether one of these came within `within_s` seconds; None: however long it takes.
+        """
 
     def settle(self, *, in_flight: int) -> None:
         self.wait_until(lambda: len(self.flights) <= in_flight)

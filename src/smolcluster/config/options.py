@@ -13,7 +13,18 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from smolcluster.config.types import Auto, BelowOne, Count, Fraction, Lower, Natural, Number, Positive, Precision
+from smolcluster.config.types import (
+    Auto,
+    BelowOne,
+    Count,
+    Fraction,
+    Lower,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    Precision,
+)
 
 Codec = Annotated[Literal["fp32", "bf16", "fp16", "int8", "int4", "topk", "randk", "powersgd", "blocktopk"], Lower]
 Dtype = Annotated[Precision, Lower]
@@ -394,3 +405,15 @@ class EDPOptions(ServedOptions):
     server_batch: Count | None = Field(
         None, description="samples in an update of the server; null: those that all live workers read in one step"
     )
+    balance: bool = Field(
+        True,
+        description="the samples of a worker's step follow its measured speed, in micro-batches of at most its batch size; "
+        "false, or with server_batch: all take their batch size",
+    )
+    max_wait: NonNegative = Field(
+        2.0, description="how long a worker waits for the update with its gradient, in times of its own step; 0: never"
+    )
+
+    @property
+    def balanced(self) -> bool:
+        return self.balance and self.server_batch is None

@@ -32,10 +32,11 @@ def batch_size_on(config: Config, host: str) -> int:
     return own if isinstance(own, int) else config.training.batch_size or 1
 
 
-def is_automatic(config: Config, host: str) -> bool:
-    """Return whether the batch size of this host follows its speed."""
+def is_automatic(config: Config, host: str, *, otherwise: bool) -> bool:
+    """Return whether the batch size of this host follows its speed; `otherwise`: where nothing is said of it."""
     sizes = config.cluster.batch_size
-    return (sizes if isinstance(sizes, str) else sizes.get(host)) == "auto"
+    own = sizes if isinstance(sizes, str) else sizes.get(host)
+    return otherwise if own is None else own == "auto"
 
 
 def check_balance(config: Config, options: Options) -> None:

@@ -125,7 +125,10 @@ class Loop:
         seed_everything(self._config.seed or 0, *parts, device=self.context.device)
 
     def _read(self, step: int, indices: Indices) -> Batch:
-        size = max(1, len(indices) // self._config.grad_accumulation)
+        num_parts = self._config.grad_accumulation
+        if self.strategy.balanced:
+            num_parts *= -(-len(indices) // sum(self.context.samples_per_step))
+        size = max(1, -(-len(indices) // num_parts))
         slices = [indices[i : i + size] for i in range(0, len(indices), size)]
         parts = [self._train_data.batch(part) for part in slices]
         counts = self._counts(parts)

@@ -1,4 +1,4 @@
-"""edp (EDP): an asynchronous parameter server. Workers never wait for each other.
+"""edp (EDP): an asynchronous parameter server. Workers do not wait for each other, or not long.
 
     server:
         for each push (gradient g computed at version v, on n samples) from any worker:
@@ -8,31 +8,34 @@
         when a global batch of samples has arrived:
             w <- optimizer(w, clip(weighted mean of what has arrived));  version <- version + 1
 
-    after each of its steps, to every worker: the change of w in int4 (AdamW, `worker_update_interval` > 1)
+    after each of its steps, to every worker: the change of w in int4 (`worker_update_interval` > 1)
 
     worker, for each of its own steps:
         w <- where the server will be when this gradient counts
         g <- gradient on my samples, at w
-        push g, without waiting
+        push g;  wait for the change with g, at most twice as long as my step took (`max_wait`)
         for each change c of the server:  follow it
         every `worker_update_interval` steps: ask for the server's weights, and follow them when they arrive
 
 A pull overlaps with computing; its weights are used at a step boundary, before the next pull at the latest. With interval 1
 that is at once, so one worker with interval 1 is `single`.
 
-So a gradient is computed ahead of the server, not behind it (AdamW). Let j of my pushes, g_1 to g_j, oldest first, wait for a
-step of the server, and c be its last change. If all workers had gradients like mine, the next j + 1 steps would lead to
+A gradient that is one version old is harmful: with momentum 0.9, the steepest direction that stays stable is 38 times less
+steep than without delay. Three things keep gradients fresh:
 
-    w + (b + .. + b^(j+1)) c + d_1 (1 + b + .. + b^j) + .. + d_j (1 + b)           where d = -rate x (1 - b) x clip(g) / sqrt(v)
+- Equal time: the server leases samples by speed, all together a global batch, so that all workers push at about the same time
+  (`balance`). A share above the batch size is computed in several micro-batches. An update is due when a global batch has
+  arrived, or a push of every worker.
+- A short wait: so an update, and its change, come soon after my push, and my next gradient is not old at all. When it does not
+  come, because a machine or a link is slow for once, I go on. After n waits in vain I take 2^(n-1) - 1 steps without waiting.
+- Then I compute ahead of the server, not behind it (AdamW). Let j of my pushes, g_1 to g_j, oldest first, wait for a step of
+  the server, and c be its last change. If all workers had gradients like mine, the next j steps would lead to
 
-with b the decay of AdamW's momentum. A push that is one version old is harmful: with momentum 0.9, the steepest direction
-that stays stable is 38 times less steep than without delay. j steps ahead it is as steep as without, if d is exact, and 5
-times less steep if d is a fifth too small. j + 1 steps ahead, one further, as Nesterov's momentum is, it is about 3 times
-less steep in both cases. So d may be a little off. But a worker's own v, of gradients of fewer samples, is up to the number
-of workers too large. In each tensor it has the right proportions: so the server tells the mean of its sqrt(v), and the norm
-by which it clips. A worker without others goes j steps ahead.
+    w + (b + .. + b^j) c + d_1 (1 + b + .. + b^(j-1)) + .. + d_j          where d = -rate x (1 - b) x clip(g) / sqrt(v)
 
-With SGD and Muon there are no changes: the copy takes own steps of the optimizer until the next pull.
+  with b the decay of AdamW's momentum. A worker's own v, of gradients of fewer samples, is up to the number of workers too
+  large. In each tensor it has the right proportions: so the server tells the mean of its sqrt(v), and the norm by which it
+  clips.
 
 The server adds what int4 leaves out to the next change. It leaves out a worker that does not read, which then pulls.
 
@@ -45,7 +48,7 @@ A worker's death costs its unfinished step. Samples whose gradient was lost or r
 when as many samples have counted: those on lease at that moment (two leases a worker) have not, and samples of the next epoch
 have counted in their place.
 
-Bytes per step and worker, for S bytes of encoded gradients and W of weights:   sent S, received W / interval + W / 8 (AdamW)
+Bytes per step and worker, for S bytes of encoded gradients and W of weights:   sent S, received W / interval + W / 8
 
 Dean et al., "Large scale distributed deep networks", 2012. Staleness weights: Zhang et al., "Staleness-aware Async-SGD",
 2016. Buffered updates: Nguyen et al., "Federated learning with buffered asynchronous aggregation", 2022. Changes with error
@@ -56,6 +59,7 @@ training", 2019.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -77,6 +81,7 @@ from smolcluster.tasks.base import Task
 
 UNANSWERED = 2  # pushes that a worker may have in flight, so that a slow server is not flooded
 MOST_AHEAD = 4  # own steps
+MOST_VAIN = 7  # waits in vain that count: then one step in 64 waits
 UNUSUAL = 2.0  # times the number of workers: the norm of a gradient, relative to the server's, from which on it is scaled down
 
 
@@ -84,6 +89,8 @@ class EDP(Pushing[EDPOptions]):
     combined = "server, as they arrive"
     _since_pull = 0  # steps
     _pulling = False
+    _vain = 0  # waits in a row
+    _next_wait = 0  # steps until then
     _staleness = 0  # of the last acknowledged gradient
 
     def setup(self, task: Task) -> None:
@@ -94,9 +101,12 @@ class EDP(Pushing[EDPOptions]):
         self._ahead: dict[int, dict[str, Tensor]] = {}  # by push: my part in a step of the server, until it has counted
 
     @property
+    def balanced(self) -> bool:
+        return self.options.balanced
+
+    @property
     def announces(self) -> bool:
-        """Only with AdamW, whose momentum and second moments are known."""
-        return is_adamw(self.replica.optimizer) and self.options.worker_update_interval > 1
+        return self.options.worker_update_interval > 1
 
     @classmethod
     def plan(cls, options: EDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
@@ -105,12 +115,13 @@ class EDP(Pushing[EDPOptions]):
         n, size = len(nodes), shape.parameters * shape.bytes_per_parameter
         gradients, weights = bytes_on_the_wire(options, shape)
         interval = options.worker_update_interval
-        follows = interval > 1 and shape.optimizer_states == 2  # AdamW
+        follows = interval > 1
+        ahead = MOST_AHEAD if follows and shape.optimizer_states == 2 else 0  # AdamW
         change = sum(map(Int4().nbytes, shape.tensors or [(shape.parameters,)])) if follows else 0
         messages = max(1, round(size / (options.bucket_mb * 2**20)))
         worker = Cost(
-            parameter_bytes=(2 + (MOST_AHEAD + 2 if follows else 0))
-            * size,  # its own, a pull in flight, the server's, steps ahead
+            # Its own, a pull in flight, the server's, its last change, steps ahead.
+            parameter_bytes=(2 + 2 * follows + ahead) * size,
             gradient_bytes=size,
             optimizer_bytes=shape.optimizer_bytes(size),
             bytes_sent=gradients,
@@ -136,12 +147,14 @@ class EDP(Pushing[EDPOptions]):
     def step(self, batch: Batch) -> StepReport:
         replica, rate, interval = self.replica, self.replica.learning_rate, self.options.worker_update_interval
 
-        # Push my gradient, at the weights that the server will have, without waiting.
+        # Push my gradient, at the weights that the server will have.
         self._go_ahead()
+        started = time.perf_counter()
         with self.contribute(batch) as mine:
             mine.loss = loss = replica.compute(batch)
+        own_s = time.perf_counter() - started
 
-        norm = self._own_step(batch.step) if interval > 1 else None  # else the server's weights arrive at once
+        norm = self._step_ahead(batch.step) if self.announces else None  # else the server's weights arrive at once
         replica.drop_gradients()
         self._since_pull += 1
         if self._since_pull >= interval:
@@ -149,6 +162,7 @@ class EDP(Pushing[EDPOptions]):
             self._since_pull, self._pulling = 0, True
 
         comm = Span(self.context.device)
+        self._wait_for_change(batch.step, within_s=self.options.max_wait * own_s)
         self.rounds.wait_until(self._may_continue)
         comm.end()
         return StepReport(
@@ -166,14 +180,25 @@ class EDP(Pushing[EDPOptions]):
         weights_are_due = self._pulling and self._since_pull + 1 >= self.options.worker_update_interval
         return len(self.rounds.flights) <= UNANSWERED and not weights_are_due
 
+    def _wait_for_change(self, push: int, *, within_s: float) -> None:
+        """Wait until the server has counted my push; less and less often if that takes too long."""
+        self._next_wait -= 1
+        if self._next_wait > 0 or within_s == 0:
+            return
+        if self.rounds.wait_until(lambda: push not in self._ahead, within_s=within_s):
+            self._vain = 0
+        else:
+            self._vain = min(self._vain + 1, MOST_VAIN)
+            self._next_wait = 2 ** (self._vain - 1)
+
     def _go_ahead(self) -> None:
-        """Set the weights to where the server will be, and one step further if others push too."""
+        """Set the weights to where the server will be when it counts the next push."""
         if not self._server:
             return
-        further = 1 if self._said.workers > 1 else 0
-        decay = self.replica.optimizer.param_groups[0]["betas"][0]
+        adamw = is_adamw(self.replica.optimizer)
+        decay = self.replica.optimizer.param_groups[0]["betas"][0] if adamw else 0.0
         carried = [0.0]  # by momentum, of a change: after 0, 1, 2 .. further steps
-        for power in range(1, len(self._ahead) + further + 1):
+        for power in range(1, len(self._ahead) + 1):
             carried.append(carried[-1] + decay**power)
         for name, p in self.trained.items():
             own = p.detach().copy_(self._server[name])
@@ -181,22 +206,25 @@ class EDP(Pushing[EDPOptions]):
                 own.add_(self._change[name], alpha=carried[-1])
             for number, step in enumerate(reversed(self._ahead.values())):  # the newest first
                 if name in step:
-                    own.add_(step[name], alpha=1 + carried[number + further])
+                    own.add_(step[name], alpha=1 + carried[number])
 
-    def _own_step(self, push: int) -> Tensor:
-        """Take an own step if my gradient is finite: a step ahead, or one of the optimizer. Return the gradient's norm."""
+    def _step_ahead(self, push: int) -> Tensor:
+        """Note my part in a step of the server, if my gradient is finite. Return the gradient's norm."""
         replica, said = self.replica, self._said
         norm = get_total_norm([p.grad for p in replica.parameters if p.grad is not None])
         if not bool(torch.isfinite(norm)):
             return norm
-        if not self.announces:
-            return replica.apply()
         norm = norm / replica.loss_scale
+        self._ahead[push] = step = {}
+        if len(self._ahead) > MOST_AHEAD:
+            del self._ahead[next(iter(self._ahead))]
+        if not is_adamw(replica.optimizer):
+            return norm
         usual = UNUSUAL * said.workers * said.norm or float(norm)
         unscale = min(1.0, usual / float(norm)) / replica.loss_scale if norm > 0 else 1.0
         most = self.context.config.training.grad_clip_norm
         clip = min(1.0, most / (said.norm or float(norm))) if most and norm > 0 else 1.0
-        sizes, step = dict(zip(self.trained, said.denominators, strict=False)), {}
+        sizes = dict(zip(self.trained, said.denominators, strict=False))
         for name, p, group in named_groups(self.trained, replica.optimizer):
             if p.grad is None:
                 continue
@@ -206,9 +234,6 @@ class EDP(Pushing[EDPOptions]):
             decay = group["betas"][0]
             rate = replica.rate_of(replica.updates, group) * (1 - decay) / (1 - decay ** (replica.updates + 1))
             step[name] = gradient.div_(denominator).mul_(-rate * clip * size)
-        if len(self._ahead) == MOST_AHEAD:
-            del self._ahead[next(iter(self._ahead))]
-        self._ahead[push] = step
         return norm
 
     def apply(self, result: Committed) -> None:
@@ -240,6 +265,7 @@ class EDP(Pushing[EDPOptions]):
 
     def rejoined(self) -> None:
         self._since_pull, self._pulling = 0, False
+        self._vain, self._next_wait = 0, 0
         self._ahead.clear()
         self._change.clear()
         self._said = Announced()

@@ -567,17 +567,26 @@ def test_edp_tells_every_worker_that_reads_what_changed(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("interval", [1, 10])
-def test_edp_tells_no_changes_of_sgd_and_none_where_each_step_pulls(
+def test_edp_tells_changes_of_sgd_and_none_where_each_step_pulls(
     interval: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edp = Server(EDP, EDPOptions(worker_update_interval=interval), monkeypatch)
-    if interval == 1:
-        adamw(edp)
     (a,) = edp.join(0)
     edp.role._answer(edp.push(a, 1.0, version=0))
     edp.role._update(list(edp.role._waiting.values()))
     link: Any = a.link
-    assert not [m for m in link.sent if m.kind is Kind.AVERAGE]
+    said = [m.meta for m in link.sent if m.kind is Kind.AVERAGE]
+    assert [meta["denominators"] for meta in said] == ([] if interval == 1 else [[]])
+
+
+def test_a_worker_of_edp_with_sgd_computes_where_the_server_is_known_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker: Any = Server(EDP, EDPOptions(), monkeypatch).role.strategy
+    worker.setup, worker._server, worker._change, worker._ahead, worker._said = None, {}, {}, {}, Announced()
+    worker.rejoined()
+    push(worker, 1, 0.1)
+    worker.take_change(Announced(change={name: torch.ones_like(p) for name, p in worker.trained.items()}), 1)
+    assert difference(worker).abs().max() == 0
+    assert list(worker._ahead) == [1]  # for which it waits
 
 
 @pytest.fixture
@@ -594,7 +603,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 def push(worker: Any, number: int, gradient: float) -> None:
     for p in worker.trained.values():
         p.grad = torch.full_like(p, gradient)
-    worker._own_step(number)
+    worker._step_ahead(number)
 
 
 def difference(worker: Any) -> torch.Tensor:
@@ -629,27 +638,88 @@ def test_a_worker_of_edp_computes_where_the_server_will_be(worker: Any) -> None:
                 torch.testing.assert_close(p.detach(), there, rtol=0, atol=0.1 * float((there - known).abs().max()))
 
 
-def test_a_worker_of_edp_among_others_goes_one_step_further(worker: Any) -> None:
+def test_a_worker_of_edp_goes_as_many_steps_ahead_as_pushes_are_in_flight(worker: Any) -> None:
     push(worker, 1, 0.1)
     push(worker, 2, 0.1)
     newest, older = worker._ahead[2]["bias"].item(), worker._ahead[1]["bias"].item()
     change = {name: torch.full_like(p, 0.5) for name, p in worker.trained.items()}
     worker.take_change(Announced(change=change, workers=4), 1)
     change["bias"].fill_(7.0)  # memory that is used again
-    momentum = 0.5 * (0.9 + 0.81 + 0.729)
-    assert difference(worker)[-1].item() == pytest.approx(momentum + newest * 1.9 + older * 2.71)
+    momentum = 0.5 * (0.9 + 0.81)
+    assert difference(worker)[-1].item() == pytest.approx(momentum + newest + older * 1.9)
     worker.take_change(Announced(change=None, workers=4), 3)
     assert worker._since_pull == worker.options.worker_update_interval
     worker.take_weights({name: torch.full_like(p, 2.0) for name, p in worker.trained.items()}, 3)
-    assert difference(worker)[-1].item() == pytest.approx(momentum + newest * 1.9 + older * 2.71)
+    assert difference(worker)[-1].item() == pytest.approx(momentum + newest + older * 1.9)
     worker.take_change(Announced(change={name: torch.ones_like(p) for name, p in worker.trained.items()}, counted=2), 4)
     assert worker._server["bias"].item() == 3.0
-    assert difference(worker)[-1].item() == 0.0  # alone, and nothing in flight
+    assert difference(worker)[-1].item() == 0.0  # nothing in flight
     for number in range(3, 9):
         push(worker, number, 0.1)
     assert list(worker._ahead) == [5, 6, 7, 8]
     worker.rejoined()
     assert difference(worker).abs().max() == 0
+
+
+def test_a_worker_of_edp_waits_for_its_update_and_seldom_where_it_comes_too_late(worker: Any) -> None:
+    waited: list[float] = []
+    answers = [True, False, False, False, True, True]
+
+    def wait_until(done: Callable[[], bool], *, within_s: float) -> bool:
+        waited.append(within_s)
+        return answers.pop(0)
+
+    worker.rounds = SimpleNamespace(wait_until=wait_until)
+    steps = []
+    for step in range(1, 12):
+        worker._wait_for_change(step, within_s=2.0)
+        if len(waited) > len(steps):
+            steps.append(step)
+        if not answers:
+            break
+    assert steps == [1, 2, 3, 5, 9, 10]  # after 1, 2 and 3 in vain 0, 1 and 3 steps without
+    worker._wait_for_change(11, within_s=0.0)  # max_wait: 0
+    assert waited == [2.0] * 6
+
+
+def timed(server: Server, who: Member, *, step: int, samples: int, seconds: float) -> None:
+    server.role._answer(server.push(who, 1.0, step=step, version=0, samples=samples, compute_s=seconds))
+
+
+def test_edp_leases_samples_by_speed_unless_machines_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(EDP, EDPOptions(), monkeypatch)
+    a, b = server.join(0, 1)
+    a.automatic = b.automatic = True
+    timed(server, a, step=1, samples=4, seconds=1.0)
+    assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]  # of b nothing is known
+    timed(server, b, step=1, samples=4, seconds=1.2)
+    assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]
+    b.speed = 1.0  # a has 4
+    server.role._shares = None
+    assert [server.role._batch_size(each) for each in (a, b)] == [6, 2]
+    b.automatic = False  # cluster.batch_size has a number for it
+    server.role._shares = None
+    assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]
+
+
+def test_edp_updates_when_all_have_pushed_or_a_global_batch_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(EDP, EDPOptions(), monkeypatch)
+    a, b = server.join(0, 1)
+    a.batch_size = 5  # together 9; of the present leases 8
+    timed(server, a, step=1, samples=4, seconds=1.0)
+    assert not server.role._enough()
+    timed(server, b, step=1, samples=4, seconds=1.0)
+    assert server.role._enough()
+    server.role._waiting, server.role._samples = {}, 0
+    timed(server, a, step=2, samples=4, seconds=1.0)
+    assert not server.role._enough()
+    timed(server, a, step=3, samples=5, seconds=1.0)
+    assert server.role._enough()
+
+    server = Server(EDP, EDPOptions(server_batch=9), monkeypatch)
+    (a,) = server.join(0)
+    timed(server, a, step=1, samples=4, seconds=1.0)
+    assert not server.role._enough()
 
 
 def test_an_absurd_gradient_leads_a_worker_of_edp_nowhere(worker: Any) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from smolcluster.comm.codecs import CodecError, Feedback
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.compute.optim import adamw_denominator_means
+from smolcluster.compute.optim import adamw_denominator_means, is_adamw
+from smolcluster.engine.elastic.balance import ALIKE
 from smolcluster.engine.elastic.parameter_server import ParameterServer, Push
 from smolcluster.engine.elastic.pushed_rounds import PackedModel
 from smolcluster.strategies.base import Context
@@ -79,6 +80,9 @@ class AsynchronousServer(ParameterServer):
                 push.weight = weight
                 push.extra["staleness"] = answer["staleness"] = staleness
                 self._waiting[member, step] = push
+                self.note_speed(
+                    member, samples=push.samples, compute_s=float(push.meta.get("compute_s", 0.0)), fixed_s=None
+                )
                 self._samples += push.samples
                 self._unfit.clear()
         if self.stale_rejected > refused:
@@ -92,6 +96,11 @@ class AsynchronousServer(ParameterServer):
         answer["leases"] = [self.grant_lease(member, step + LEASES_AHEAD)]
         member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))
 
+    def _share_out(self) -> dict[Member, int]:
+        """As usual, but machines that are alike take as many samples: what is measured varies."""
+        speeds = [member.speed for member in self._roster.in_order() if member.automatic]
+        return super()._share_out() if max(speeds) > ALIKE * min(speeds) else {}
+
     def _note_unfit(self, member: Member) -> None:
         """Count a failed attempt at the next step when every worker was refused and nothing was accepted between."""
         self._unfit.add(member)
@@ -100,11 +109,14 @@ class AsynchronousServer(ParameterServer):
             self.gate.nothing_counted(self.replica.updates + 1)
 
     def _enough(self) -> bool:
-        """Return whether an update is due."""
+        """Return whether an update is due: with a global batch, or a push of every worker, as shares may have changed."""
         if self._wanted[0] != self._roster.epoch:
             members = self._roster.members.values()
             self._wanted = self._roster.epoch, self.strategy.server_batch or sum(m.batch_size for m in members)
-        return bool(self._waiting) and self._samples >= self._wanted[1]
+        if not self._waiting:
+            return False
+        everyone = {member for member, _ in self._waiting}.issuperset(self._roster.members.values())
+        return self._samples >= self._wanted[1] or (everyone and self.strategy.server_batch is None)
 
     def _update(self, pushes: Sequence[Push]) -> None:
         rate = self.replica.learning_rate
@@ -127,7 +139,8 @@ class AsynchronousServer(ParameterServer):
         except CodecError:  # not finite: nothing to follow
             self._feedback = Feedback()
             return
-        denominators = adamw_denominator_means(self._trained, self.replica.optimizer)
+        optimizer = self.replica.optimizer
+        denominators = adamw_denominator_means(self._trained, optimizer) if is_adamw(optimizer) else []
         said: dict[str, object] = {"workers": len(self._roster.members), "norm": norm if math.isfinite(norm) else 0.0}
         said |= {"denominators": [float(f"{mean:.4g}") for mean in denominators]}
         for member in self._roster.members.values():

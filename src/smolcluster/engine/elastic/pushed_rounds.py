@@ -81,11 +81,14 @@ class PushedRounds(ServerRounds, MemberSide):
     def pull(self) -> None:
         self._link.send(Kind.PULL, epoch=self._epoch)
 
-    def wait_until(self, done: Callable[[], bool]) -> None:
+    def wait_until(self, done: Callable[[], bool], *, within_s: float | None = None) -> bool:
+        deadline = None if within_s is None else time.monotonic() + within_s
         while not (self._over or self._rejoined or done()):
-            message = self._link.get()
-            assert message is not None
+            message = self._link.get(None if deadline is None else deadline - time.monotonic())
+            if message is None:
+                return False
             self._handle(message)
+        return True
 
     def load_state(self, state: State) -> None:
         self._strategy.load_state(state)

@@ -227,6 +227,11 @@ class Strategy(ABC, Generic[OptionsT]):
         return task.metrics(self.replica.model, part)
 
     @property
+    def balanced(self) -> bool:
+        """Whether leases follow speed where `cluster.batch_size` says nothing. More than a batch is cut into micro-batches."""
+        return False
+
+    @property
     def share(self) -> Share:
         """Which validation batches this rank takes."""
         return Share(index=self.context.group.rank, count=self.context.group.size)
