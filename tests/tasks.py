@@ -555,6 +555,18 @@ class Paced(GPTTask):
         return super().loss(model, batch)
 
 
+class BySample(Double):
+    """A sample takes RESTS seconds, by rank. No machine holds more than MOST samples at a time."""
+
+    quick_check = False
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if model.training and "TEST_RANK" in os.environ:
+            assert len(batch[0]) <= int(os.environ["MOST"]), "out of memory"
+            time.sleep(len(batch[0]) * float(os.environ["RESTS"].split(",")[int(os.environ["TEST_RANK"])]))
+        return super().loss(model, batch)
+
+
 class Metered(Tiny):
     """Every training loss takes 20 ms, every batch of an evaluation 500."""
 

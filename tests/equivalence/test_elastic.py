@@ -280,6 +280,23 @@ def test_default_settings_reach_the_loss_of_single_on_digits(tmp_path: Path, dig
     assert world.summary["val_loss"] < digits_loss + (0.005 if strategy == "syncps" else 0.1)
 
 
+def test_a_slow_worker_of_edp_takes_fewer_samples_and_delivers_them_in_time(tmp_path: Path) -> None:
+    """By the clock; and a fast one needs no more memory for its many samples."""
+    config = COMMON | ELASTIC | {"training.steps": 30, "training.batch_size": 8}
+    environ = {"RESTS": "0.01,0.05", "MOST": "8"}
+    world = run_elastic_world(2, tmp_path, config, task="BySample", strategy="edp", environ=environ)
+    assert_good_end(world)
+    commits = [line for line in history.read(world.run_dir / "history.jsonl") if line["kind"] == "commit"]
+    samples = {rank: [0] * len(commits) for rank in (0, 1)}
+    for number, commit in enumerate(commits):
+        for part in commit["contributors"]:
+            samples[part["rank"]][number] += part["samples"]
+    late = slice(10, None)
+    assert sum(samples[0][late]) > 2 * sum(samples[1][late]), samples
+    assert sum(count > 0 for count in samples[1][late]) > 14, samples  # most updates have a part of the slow one
+    assert sum(map(sum, samples.values())) == pytest.approx(16 * len(commits), rel=0.1)
+
+
 @pytest.mark.slow
 def test_default_settings_reach_the_loss_of_single_on_text(tmp_path: Path, single: Single) -> None:
     """A tiny GPT on the embedded text: bytes, from 5.55 at the start to about 3.0.
