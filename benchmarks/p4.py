@@ -5,7 +5,7 @@ learning rates. The time counts until the loss of the global batch, averaged ove
 and the synchronous strategies follow the same curve, so for them it is a number of steps; edp follows a curve of its own.
 
 Compared: torch DDP with bucket views (gloo) against elastic allreduce and syncps with `cluster.batch_size: auto`, which share
-the same global batch out by measured speed; edp, where nobody waits long and a fast worker delivers more; and diloco with rounds of
+the same global batch out by measured speed; edp, where nobody waits long; and diloco with rounds of
 16 steps in fp32 (and with preset lan), its batch shared out in the same way. A row of diloco is a round: its loss is the mean
 over the steps that workers took in it, so as many steps count for everybody's mean.
 

@@ -337,7 +337,7 @@ class Rounds(ABC):
 
 
 class ServerRounds(Rounds):
-    """Rounds that a parameter server combines (`engine/elastic/pushed_rounds.py`).
+    """Rounds that a parameter server combines (`engine/elastic/parameter_server/pushed_rounds.py`).
 
     When its weights arrive the strategy's `take_weights` is called, between two steps or while it waits here.
     """

@@ -24,11 +24,11 @@ from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.config.options import EDPOptions, SyncPSOptions
 from smolcluster.data.leases import Leases, Range
-from smolcluster.engine.elastic import parameter_server, synchronous
-from smolcluster.engine.elastic.asynchronous import AsynchronousServer
 from smolcluster.engine.elastic.gradient_gate import TRIES
-from smolcluster.engine.elastic.pushed_rounds import PushedRounds
-from smolcluster.engine.elastic.synchronous import SynchronousServer
+from smolcluster.engine.elastic.parameter_server import base, synchronous
+from smolcluster.engine.elastic.parameter_server.asynchronous import AsynchronousServer
+from smolcluster.engine.elastic.parameter_server.pushed_rounds import PushedRounds
+from smolcluster.engine.elastic.parameter_server.synchronous import SynchronousServer
 from smolcluster.engine.elastic.wal.journal import Journal
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.placement import Node, Shape
@@ -275,7 +275,7 @@ def test_a_silent_member_is_waited_for_as_long_as_a_step_takes(
 ) -> None:
     """As without a parameter server: to pause it costs its gradient, and the whole state when it is back."""
     clock = [1000.0]
-    monkeypatch.setattr(parameter_server, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     server = Server(strategy, options, monkeypatch)
     (a,) = server.join(0)
     for step, took_s in enumerate([5.0, 20.0, 300.0, 20.0], start=1):

@@ -34,16 +34,16 @@ from smolcluster.engine.checks import batch_size_of, check_enough_samples, check
 from smolcluster.engine.elastic import history
 from smolcluster.engine.elastic.admission import Admission, RowQuota, layout_of
 from smolcluster.engine.elastic.adopted_config import MAX_STEPS
-from smolcluster.engine.elastic.asynchronous import AsynchronousServer
 from smolcluster.engine.elastic.coordination.coordinator import Coordinator
 from smolcluster.engine.elastic.evaluator import Evaluator
+from smolcluster.engine.elastic.parameter_server.asynchronous import AsynchronousServer
+from smolcluster.engine.elastic.parameter_server.synchronous import SynchronousServer
 from smolcluster.engine.elastic.rounds import connect_s
 from smolcluster.engine.elastic.server_side import ServerSide
 from smolcluster.engine.elastic.server_start import bound_journal, choose_start, count_steps
 from smolcluster.engine.elastic.server_state import ServerState
 from smolcluster.engine.elastic.server_summary import replicas_agree, server_summary
 from smolcluster.engine.elastic.step_outputs import StepOutputs
-from smolcluster.engine.elastic.synchronous import SynchronousServer
 from smolcluster.engine.elastic.wal.journal import Journal, JournalFull
 from smolcluster.engine.elastic.wal.recovery import Recovered
 from smolcluster.engine.identity import new_peer, run_id_in

@@ -26,7 +26,7 @@ from smolcluster.engine.elastic.admission import layout_of, short_layout
 from smolcluster.engine.elastic.adopted_config import ServerPlan, adopt, read_plan
 from smolcluster.engine.elastic.member_side import MemberSide
 from smolcluster.engine.elastic.own_state import OwnState
-from smolcluster.engine.elastic.pushed_rounds import PushedRounds
+from smolcluster.engine.elastic.parameter_server.pushed_rounds import PushedRounds
 from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.elastic.server_summary import replica_sha256
 from smolcluster.engine.identity import instance_of, new_peer, new_secret

@@ -14,8 +14,8 @@ from smolcluster.comm.elastic.membership.roster import Member, MemberGone, Membe
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.optim import adamw_denominator_means, is_adamw
 from smolcluster.engine.elastic.balance import ALIKE
-from smolcluster.engine.elastic.parameter_server import ParameterServer, Push
-from smolcluster.engine.elastic.pushed_rounds import PackedModel
+from smolcluster.engine.elastic.parameter_server.base import ParameterServer, Push
+from smolcluster.engine.elastic.parameter_server.pushed_rounds import PackedModel
 from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Pushing
 

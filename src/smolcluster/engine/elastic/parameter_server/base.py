@@ -24,7 +24,7 @@ from smolcluster.comm.elastic.membership.roster import Member, MemberGone, Membe
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.rounds import put_gradients
 from smolcluster.compute.buffers import not_finite
-from smolcluster.engine.elastic.pushed_rounds import PackedModel
+from smolcluster.engine.elastic.parameter_server.pushed_rounds import PackedModel
 from smolcluster.engine.elastic.server_side import ServerSide, send_state
 from smolcluster.engine.elastic.weight_claims import Claims
 from smolcluster.strategies.base import Commit, Context, StepReport

@@ -21,7 +21,7 @@ from smolcluster.comm.codecs import CodecError, Feedback
 from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.engine.elastic.parameter_server import ParameterServer, Push, sound
+from smolcluster.engine.elastic.parameter_server.base import ParameterServer, Push, sound
 from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Pushing
 

@@ -1,0 +1,1 @@
+"""A parameter server, synchronous or asynchronous, and the rounds of its workers."""
