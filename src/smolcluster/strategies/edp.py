@@ -48,7 +48,8 @@ A worker's death costs its unfinished step. Samples whose gradient was lost or r
 when as many samples have counted: those on lease at that moment (two leases a worker) have not, and samples of the next epoch
 have counted in their place.
 
-Bytes per step and worker, for S bytes of encoded gradients and W of weights:   sent S, received W / interval + W / 8
+Bytes per step and worker, for S bytes of encoded gradients and W of weights:   sent S, received W / interval, and W / 8 for
+changes if the interval is above 1
 
 Dean et al., "Large scale distributed deep networks", 2012. Staleness weights: Zhang et al., "Staleness-aware Async-SGD",
 2016. Buffered updates: Nguyen et al., "Federated learning with buffered asynchronous aggregation", 2022. Changes with error
