@@ -411,7 +411,8 @@ class EDPOptions(ServedOptions):
         "false, or with server_batch: all take their batch size",
     )
     max_wait: NonNegative = Field(
-        2.0, description="how long a worker waits for the update with its gradient, in times of its own step; 0: never"
+        2.0,
+        description="how long a worker waits for the update with its gradient, in times of its own step; 0, or interval 1: never",
     )
 
     @property

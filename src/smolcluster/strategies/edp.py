@@ -27,7 +27,9 @@ steep than without delay. Three things keep gradients fresh:
   (`balance`). A share above the batch size is computed in several micro-batches. An update is due when a global batch has
   arrived, or a push of every worker.
 - A short wait: so an update, and its change, come soon after my push, and my next gradient is not old at all. When it does not
-  come, because a machine or a link is slow for once, I go on. After n waits in vain I take 2^(n-1) - 1 steps without waiting.
+  come, because a machine or a link is slow for once, I go on. If that happens often I wait less often. I begin with credit for
+  four waits, and each of my steps earns credit for waiting a tenth as long. A wait in vain costs its time, another what is
+  beyond the time of a step.
 - Then I compute ahead of the server, not behind it (AdamW). Let j of my pushes, g_1 to g_j, oldest first, wait for a step of
   the server, and c be its last change. If all workers had gradients like mine, the next j steps would lead to
 
@@ -60,6 +62,7 @@ training", 2019.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -82,7 +85,9 @@ from smolcluster.tasks.base import Task
 
 UNANSWERED = 2  # pushes that a worker may have in flight, so that a slow server is not flooded
 MOST_AHEAD = 4  # own steps
-MOST_VAIN = 7  # waits in vain that count: then one step in 64 waits
+EARNED = 0.1  # own steps: credit for waiting that each step earns
+FREE = 1.0  # own steps: what a wait that was not in vain does not cost
+IN_VAIN = 4  # waits in a row that credit allows
 UNUSUAL = 2.0  # times the number of workers: the norm of a gradient, relative to the server's, from which on it is scaled down
 
 
@@ -90,8 +95,7 @@ class EDP(Pushing[EDPOptions]):
     combined = "server, as they arrive"
     _since_pull = 0  # steps
     _pulling = False
-    _vain = 0  # waits in a row
-    _next_wait = 0  # steps until then
+    _credit = math.inf  # for waiting, in own steps; at first for `IN_VAIN` waits
     _staleness = 0  # of the last acknowledged gradient
 
     def setup(self, task: Task) -> None:
@@ -117,12 +121,12 @@ class EDP(Pushing[EDPOptions]):
         gradients, weights = bytes_on_the_wire(options, shape)
         interval = options.worker_update_interval
         follows = interval > 1
-        ahead = MOST_AHEAD if follows and shape.optimizer_states == 2 else 0  # AdamW
+        ahead = MOST_AHEAD + 1 if follows and shape.optimizer_states == 2 else 0  # AdamW
         change = sum(map(Int4().nbytes, shape.tensors or [(shape.parameters,)])) if follows else 0
         messages = max(1, round(size / (options.bucket_mb * 2**20)))
         worker = Cost(
-            # Its own, a pull in flight, the server's, its last change, steps ahead.
-            parameter_bytes=(2 + 2 * follows + ahead) * size,
+            # Its own, a pull in flight, the server's, its last change and steps ahead.
+            parameter_bytes=(2 + follows + ahead) * size,
             gradient_bytes=size,
             optimizer_bytes=shape.optimizer_bytes(size),
             bytes_sent=gradients,
@@ -157,13 +161,13 @@ class EDP(Pushing[EDPOptions]):
 
         norm = self._step_ahead(batch.step) if self.announces else None  # else the server's weights arrive at once
         replica.drop_gradients()
+
+        comm = Span(self.context.device)
+        self._wait_for_change(batch.step, own_s)
         self._since_pull += 1
         if self._since_pull >= interval:
             self.rounds.pull()
             self._since_pull, self._pulling = 0, True
-
-        comm = Span(self.context.device)
-        self._wait_for_change(batch.step, within_s=self.options.max_wait * own_s)
         self.rounds.wait_until(self._may_continue)
         comm.end()
         return StepReport(
@@ -181,23 +185,22 @@ class EDP(Pushing[EDPOptions]):
         weights_are_due = self._pulling and self._since_pull + 1 >= self.options.worker_update_interval
         return len(self.rounds.flights) <= UNANSWERED and not weights_are_due
 
-    def _wait_for_change(self, push: int, *, within_s: float) -> None:
-        """Wait until the server has counted my push; less and less often if that takes too long."""
-        self._next_wait -= 1
-        if self._next_wait > 0 or within_s == 0:
+    def _wait_for_change(self, push: int, own_s: float) -> None:
+        """Wait until the server has counted my push, which took `own_s` seconds to compute; not long, and not often in vain."""
+        most = self.options.max_wait
+        self._credit = min(IN_VAIN * most, self._credit + EARNED)
+        if push not in self._ahead or self._credit < most or most == 0:
             return
-        if self.rounds.wait_until(lambda: push not in self._ahead, within_s=within_s):
-            self._vain = 0
-        else:
-            self._vain = min(self._vain + 1, MOST_VAIN)
-            self._next_wait = 2 ** (self._vain - 1)
+        started = time.monotonic()
+        counted = self.rounds.wait_until(lambda: push not in self._ahead, within_s=most * own_s)
+        waited = (time.monotonic() - started) / own_s
+        self._credit -= max(0.0, waited - FREE) if counted else waited
 
     def _go_ahead(self) -> None:
         """Set the weights to where the server will be when it counts the next push."""
         if not self._server:
             return
-        adamw = is_adamw(self.replica.optimizer)
-        decay = self.replica.optimizer.param_groups[0]["betas"][0] if adamw else 0.0
+        decay = self.replica.optimizer.param_groups[0].get("betas", (0.0,))[0]
         carried = [0.0]  # by momentum, of a change: after 0, 1, 2 .. further steps
         for power in range(1, len(self._ahead) + 1):
             carried.append(carried[-1] + decay**power)
@@ -253,9 +256,12 @@ class EDP(Pushing[EDPOptions]):
         if said.change is None:
             self._pull_next()
             return
+        predicts = is_adamw(self.replica.optimizer)
         for name, own in self._server.items():
-            self._change[name] = said.change[name].to(own.device, own.dtype, copy=True)
-            own.add_(self._change[name])
+            change = said.change[name].to(own.device, own.dtype, copy=predicts)
+            own.add_(change)
+            if predicts:
+                self._change[name] = change
         self._said, self.replica.updates = replace(said, change=None), step
 
     def take_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
@@ -266,7 +272,7 @@ class EDP(Pushing[EDPOptions]):
 
     def rejoined(self) -> None:
         self._since_pull, self._pulling = 0, False
-        self._vain, self._next_wait = 0, 0
+        self._credit = math.inf
         self._ahead.clear()
         self._change.clear()
         self._said = Announced()

@@ -32,6 +32,7 @@ from smolcluster.engine.elastic.parameter_server.synchronous import SynchronousS
 from smolcluster.engine.elastic.wal.journal import Journal
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.placement import Node, Shape
+from smolcluster.strategies import edp as edp_module
 from smolcluster.strategies.base import Commit
 from smolcluster.strategies.base.replicated import Announced, Pushing, Replicated
 from smolcluster.strategies.edp import EDP
@@ -661,25 +662,64 @@ def test_a_worker_of_edp_goes_as_many_steps_ahead_as_pushes_are_in_flight(worker
     assert difference(worker).abs().max() == 0
 
 
-def test_a_worker_of_edp_waits_for_its_update_and_seldom_where_it_comes_too_late(worker: Any) -> None:
-    waited: list[float] = []
-    answers = [True, False, False, False, True, True]
+class Clock:
+    """Time that a test moves."""
 
-    def wait_until(done: Callable[[], bool], *, within_s: float) -> bool:
-        waited.append(within_s)
-        return answers.pop(0)
+    def __init__(self) -> None:
+        self.now = 1000.0
 
-    worker.rounds = SimpleNamespace(wait_until=wait_until)
-    steps = []
-    for step in range(1, 12):
-        worker._wait_for_change(step, within_s=2.0)
-        if len(waited) > len(steps):
-            steps.append(step)
-        if not answers:
-            break
-    assert steps == [1, 2, 3, 5, 9, 10]  # after 1, 2 and 3 in vain 0, 1 and 3 steps without
-    worker._wait_for_change(11, within_s=0.0)  # max_wait: 0
-    assert waited == [2.0] * 6
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+class Updates:
+    """What a worker waits for: each is counted after so many seconds, and the worker's own steps take one second."""
+
+    def __init__(self, worker: Any, clock: Clock, after: Callable[[int], float]) -> None:
+        self.worker, self.clock, self.after = worker, clock, after
+        self.waited: list[float] = []
+
+    def wait_until(self, done: Callable[[], bool], *, within_s: float) -> bool:
+        takes = self.after(max(self.worker._ahead))
+        self.waited.append(min(takes, within_s))
+        self.clock.now += self.waited[-1]
+        if takes <= within_s:
+            self.worker._ahead.clear()
+        return done()
+
+
+@pytest.mark.parametrize(
+    ("after", "share", "least", "most"),
+    [
+        (lambda push: 0.3, 1.0, 0.29, 0.31),  # soon, always: waited for every time
+        (lambda push: 9.0 if push == 20 else 0.3, 1.0, 0.29, 0.31),  # late once: and soon again as before
+        (lambda push: math.inf, 0.07, 0.1, 0.15),  # never
+        (lambda push: math.inf if push % 2 else 0.0, 0.1, 0.1, 0.15),  # every second one, at once
+        (lambda push: 1.5, 0.26, 0.3, 0.4),  # late, always
+    ],
+)
+def test_a_worker_of_edp_waits_for_its_update_and_seldom_where_that_is_in_vain(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, after: Any, share: float, least: float, most: float
+) -> None:
+    """`share`: of the steps that wait; the mean wait of a step is within bounds."""
+    clock = Clock()
+    monkeypatch.setattr(edp_module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    worker.rounds = updates = Updates(worker, clock, after)
+    for step in range(1, 201):
+        worker._ahead[step] = {}
+        worker._wait_for_change(step, 1.0)
+    assert len(updates.waited) / 200 == pytest.approx(share, abs=0.05)
+    assert least <= sum(updates.waited) / 200 <= most
+    assert max(updates.waited) <= worker.options.max_wait
+
+
+def test_a_worker_of_edp_never_waits_if_it_may_not(worker: Any) -> None:
+    worker.options = worker.options.model_copy(update={"max_wait": 0.0})
+    worker.rounds = None
+    worker._ahead[1] = {}
+    worker._wait_for_change(1, 1.0)
 
 
 def timed(server: Server, who: Member, *, step: int, samples: int, seconds: float) -> None:
@@ -694,12 +734,24 @@ def test_edp_leases_samples_by_speed_unless_machines_are_alike(monkeypatch: pyte
     assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]  # of b nothing is known
     timed(server, b, step=1, samples=4, seconds=1.2)
     assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]
-    b.speed = 1.0  # a has 4
-    server.role._shares = None
-    assert [server.role._batch_size(each) for each in (a, b)] == [6, 2]
+
+    def shares(*speeds: float) -> list[int]:
+        a.speed, b.speed = speeds
+        server.role._shares = None
+        return [server.role._batch_size(each) for each in (a, b)]
+
+    assert shares(4.0, 1.0) == [6, 2]
+    assert shares(4.0, 0.01) == [7, 2]  # batch normalization needs two
+    a.batch_size = b.batch_size = 400
+    assert shares(1e9, 1e-9) == [776, 24]  # not everything is believed
+    b.batch_size = 10_000
+    assert shares(1e9, 1e-9) == [6400, 315]  # at most 16 batches
+    a.batch_size = b.batch_size = 4
     b.automatic = False  # cluster.batch_size has a number for it
-    server.role._shares = None
-    assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]
+    assert shares(4.0, 1.0) == [4, 4]
+    a.automatic = b.automatic = True
+    server.role.strategy.options = EDPOptions(balance=False)
+    assert shares(4.0, 1.0) == [4, 4]
 
 
 def test_edp_updates_when_all_have_pushed_or_a_global_batch_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -749,18 +801,6 @@ def test_a_step_ahead_has_the_size_of_a_step_of_the_server(worker: Any) -> None:
 
 
 # Stragglers of syncps
-
-
-class Clock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
 
 
 class Steps:

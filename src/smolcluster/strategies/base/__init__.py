@@ -228,7 +228,10 @@ class Strategy(ABC, Generic[OptionsT]):
 
     @property
     def balanced(self) -> bool:
-        """Whether leases follow speed where `cluster.batch_size` says nothing. More than a batch is cut into micro-batches."""
+        """Elastic plane: whether leases follow speed where `cluster.batch_size` says nothing.
+
+        More than a worker's batch is cut into micro-batches.
+        """
         return False
 
     @property

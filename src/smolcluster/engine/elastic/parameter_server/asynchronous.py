@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from smolcluster.comm.codecs import CodecError, Feedback
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.optim import adamw_denominator_means, is_adamw
-from smolcluster.engine.elastic.balance import ALIKE
+from smolcluster.engine.elastic.balance import ALIKE, MOST, share_out
 from smolcluster.engine.elastic.parameter_server.base import ParameterServer, Push
 from smolcluster.engine.elastic.parameter_server.pushed_rounds import PackedModel
 from smolcluster.strategies.base import Context
@@ -97,9 +98,22 @@ class AsynchronousServer(ParameterServer):
         member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))
 
     def _share_out(self) -> dict[Member, int]:
-        """As usual, but machines that are alike take as many samples: what is measured varies."""
-        speeds = [member.speed for member in self._roster.in_order() if member.automatic]
-        return super()._share_out() if max(speeds) > ALIKE * min(speeds) else {}
+        """Share out by speed, as far as that is believed; machines that are alike take as many: what is measured varies.
+
+        At least two samples each, which batch normalization needs, and no more than `MOST` batches.
+        """
+        automatic = [member for member in self._roster.in_order() if member.automatic]
+        known = [member.speed for member in automatic if member.speed > 0]
+        unit = self.context.config.training.grad_accumulation
+        total = sum(member.batch_size for member in automatic)
+        if not (self.strategy.balanced and known) or total % unit:
+            return {}
+        usual = statistics.median(known)
+        speeds = [min(max(member.speed or usual, usual / MOST), usual * MOST) for member in automatic]
+        if max(speeds) <= ALIKE * min(speeds):
+            return {}
+        shares = zip(automatic, share_out(total, speeds, unit=unit), strict=True)
+        return {m: min(max(share, 2 * unit), MOST * m.batch_size) for m, share in shares if m.batch_size >= 2 * unit}
 
     def _note_unfit(self, member: Member) -> None:
         """Count a failed attempt at the next step when every worker was refused and nothing was accepted between."""
