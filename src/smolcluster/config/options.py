@@ -412,7 +412,7 @@ class EDPOptions(ServedOptions):
     )
     max_wait: NonNegative = Field(
         2.0,
-        description="how long a worker waits for the update with its gradient, in times of its own step; 0, or interval 1: never",
+        description="times its own step: how long a worker waits for the update with its gradient; 0, or interval 1: never",
     )
 
     @property
