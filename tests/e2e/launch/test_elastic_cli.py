@@ -188,7 +188,8 @@ def test_edp_ends_well(beside: Beside) -> None:
     edp = beside["test_edp_ends_well"]
     assert [row["step"] for row in server_rows(edp.path)] == sorted(range(1, STEPS + 1))
     summary = read_summary(edp.path)
-    assert (summary["status"], summary["members_lost"], summary["samples"]) == ("finished", 0, 64)
+    assert (summary["status"], summary["members_lost"]) == ("finished", 0)
+    assert summary["samples"] == pytest.approx(64, rel=0.25)  # shares follow measured speeds, so updates vary a little
     assert "gpt | edp | 2 workers + server on cpu" in edp.ended.out
 
 

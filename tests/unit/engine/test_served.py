@@ -730,9 +730,12 @@ def test_edp_leases_samples_by_speed_unless_machines_are_alike(monkeypatch: pyte
     server = Server(EDP, EDPOptions(), monkeypatch)
     a, b = server.join(0, 1)
     a.automatic = b.automatic = True
-    timed(server, a, step=1, samples=4, seconds=1.0)
+    timed(server, a, step=1, samples=4, seconds=9.0)
+    assert a.speed == 0  # it warmed up
+    timed(server, a, step=2, samples=4, seconds=1.0)
     assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]  # of b nothing is known
-    timed(server, b, step=1, samples=4, seconds=1.2)
+    timed(server, b, step=1, samples=4, seconds=9.0)
+    timed(server, b, step=2, samples=4, seconds=1.2)
     assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]
 
     def shares(*speeds: float) -> list[int]:

@@ -81,9 +81,9 @@ class AsynchronousServer(ParameterServer):
                 push.weight = weight
                 push.extra["staleness"] = answer["staleness"] = staleness
                 self._waiting[member, step] = push
-                self.note_speed(
-                    member, samples=push.samples, compute_s=float(push.meta.get("compute_s", 0.0)), fixed_s=None
-                )
+                if member.step:  # the first step warms up
+                    compute_s = float(push.meta.get("compute_s", 0.0))
+                    self.note_speed(member, samples=push.samples, compute_s=compute_s, fixed_s=None)
                 self._samples += push.samples
                 self._unfit.clear()
         if self.stale_rejected > refused:
