@@ -43,6 +43,14 @@ class Options(BaseModel):
         """Whether `preset` is picked by the measured link between machines when a run begins."""
         return False
 
+    @property
+    def balanced(self) -> bool:
+        """Elastic plane: whether leases follow speed where `cluster.batch_size` says nothing.
+
+        More than a worker's batch is cut into micro-batches.
+        """
+        return False
+
     @classmethod
     def on(cls, plane: str | None) -> Mapping[str, FieldInfo]:
         """Return the options that have an effect on this plane; None: on any."""

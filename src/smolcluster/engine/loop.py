@@ -126,7 +126,7 @@ class Loop:
 
     def _read(self, step: int, indices: Indices) -> Batch:
         num_parts = self._config.grad_accumulation
-        if self.strategy.balanced:
+        if self.strategy.options.balanced:
             num_parts *= -(-len(indices) // sum(self.context.samples_per_step))
         size = max(1, -(-len(indices) // num_parts))
         slices = [indices[i : i + size] for i in range(0, len(indices), size)]

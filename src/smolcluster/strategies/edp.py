@@ -106,10 +106,6 @@ class EDP(Pushing[EDPOptions]):
         self._ahead: dict[int, dict[str, Tensor]] = {}  # by push: my part in a step of the server, until it has counted
 
     @property
-    def balanced(self) -> bool:
-        return self.options.balanced
-
-    @property
     def announces(self) -> bool:
         return self.options.worker_update_interval > 1
 

@@ -185,7 +185,7 @@ class ElasticWorker(Role):
                 "layout": short_layout(layout_of(self.strategy.state().weights)),
                 "samples": len(self.train_data),
                 "batch_size": self.batch_size * self.config.training.grad_accumulation,
-                "automatic": is_automatic(self.config, self.spec.host, otherwise=self.strategy.balanced),
+                "automatic": is_automatic(self.config, self.spec.host, otherwise=self.strategy.options.balanced),
                 "step": self.reader.taken,
                 **self.membership.introduction(),
             }

@@ -227,14 +227,6 @@ class Strategy(ABC, Generic[OptionsT]):
         return task.metrics(self.replica.model, part)
 
     @property
-    def balanced(self) -> bool:
-        """Elastic plane: whether leases follow speed where `cluster.batch_size` says nothing.
-
-        More than a worker's batch is cut into micro-batches.
-        """
-        return False
-
-    @property
     def share(self) -> Share:
         """Which validation batches this rank takes."""
         return Share(index=self.context.group.rank, count=self.context.group.size)
