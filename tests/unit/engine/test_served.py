@@ -755,6 +755,9 @@ def test_edp_leases_samples_by_speed_unless_machines_are_alike(monkeypatch: pyte
     a.automatic = b.automatic = True
     server.role.strategy.options = EDPOptions(balance=False)
     assert shares(4.0, 1.0) == [4, 4]
+    server.role.strategy.options = EDPOptions()
+    server.role.context.config.training.grad_accumulation = 8  # more parts than they have samples
+    assert shares(4.0, 1.0) == [4, 4]
 
 
 def test_edp_updates_when_all_have_pushed_or_a_global_batch_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

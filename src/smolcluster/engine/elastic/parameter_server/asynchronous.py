@@ -106,7 +106,7 @@ class AsynchronousServer(ParameterServer):
         known = [member.speed for member in automatic if member.speed > 0]
         unit = self.context.config.training.grad_accumulation
         total = sum(member.batch_size for member in automatic)
-        if not (self.strategy.options.balanced and known) or total % unit:
+        if not (self.strategy.options.balanced and known) or total % unit or total < unit * len(automatic):
             return {}
         usual = statistics.median(known)
         speeds = [min(max(member.speed or usual, usual / MOST), usual * MOST) for member in automatic]
