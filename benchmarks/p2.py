@@ -18,7 +18,8 @@ gradients travel in fp16, parameters not at all (`peers/`); evaluating does not 
 
 Hosts are network namespaces (`network.py`): Linux, root and iproute2 are needed. All hosts share this machine's cores, so with
 more workers than cores computing takes longer than it would, for all alike. With `--jobs` J, J methods are measured at once:
-J times `--workers` must not be more than the cores. A kept file is drawn again with `python -m benchmarks.p2 FILE`.
+J times `--workers` must not be more than the cores. With `--keep FILE` a run that was stopped goes on where it was. Results are
+drawn again with `python -m benchmarks.p2 RESULTS`.
 
 Target: 100x / 15x / 2.4x sooner than torch DDP at 1 / 10 / 100 Mbit/s; plain allreduce never later than DDP.
 """
@@ -39,7 +40,7 @@ from typing import Any
 
 from benchmarks.elastic import ElasticRun, elastic_config, show
 from benchmarks.harness import Session
-from benchmarks.jobs import call_each
+from benchmarks.jobs import add_job_arguments, call_each
 from benchmarks.methods import BARE, DDP, METHODS, OF_BYTES, OURS, steps_of, training
 from benchmarks.network import hosts
 from benchmarks.picture import draw
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss", type=float, help="to reach (default: what DDP has after four fifths of the steps)")
     parser.add_argument("--only", choices=SHOWN, nargs="+", help="besides DDP (default: all)")
     parser.add_argument("--limit-s", type=float, help="of a run of edp or hivemind (default: 300; quick: 20)")
-    parser.add_argument("--jobs", type=int, default=1, help="methods at a time (default: 1)")
+    add_job_arguments(parser, "methods")
     parser.add_argument("--draw", action="store_true", help=f"write {PICTURE.relative_to(ROOT)}")
 
 
@@ -87,10 +88,9 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         names.remove(HIVEMIND)
 
     # Over steps, without a limit.
-    methods = [name for name in names if name not in OVER_LINKS]
-    curves = dict(
-        zip(methods, call_each(curve_of, [(name, size, steps) for name in methods], jobs=arguments.jobs), strict=True)
-    )
+    methods, how = [name for name in names if name not in OVER_LINKS], {"jobs": arguments.jobs, "keep": arguments.keep}
+    made = call_each(curve_of, [(name, size, steps) for name in methods], **how)
+    curves: dict[str, Curve] = dict(zip(methods, made, strict=True))
     loss = arguments.loss or curves[DDP][len(curves[DDP]) * 4 // 5 - 1][1]
     session.name = f"p2-{size}"
     session.parameters = {
@@ -105,9 +105,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     # Over the links. What takes longest is begun first.
     orders = list(itertools.product(links, [*(name for name in OVER_LINKS if name in names), *methods]))
     rest = {"size": size, "steps": steps, "repeats": session.repeats, "limit_s": limit_s, "loss": loss}
-    measured = dict(
-        zip(orders, call_each(_over_link, [(*order, rest) for order in orders], jobs=arguments.jobs), strict=True)
-    )
+    measured = dict(zip(orders, call_each(_over_link, [(*order, rest) for order in orders], **how), strict=True))
     for link in links:
         paces = {name: measured[link, name] for name in methods}
         over_time = {

@@ -42,7 +42,7 @@ from typing import Any
 
 from benchmarks.elastic import ElasticRun, elastic_config, show
 from benchmarks.harness import Session
-from benchmarks.jobs import call_each
+from benchmarks.jobs import add_job_arguments, call_each
 from benchmarks.methods import BARE, DDP, METHODS, MUON_PEER, OURS, steps_of, training
 from benchmarks.programs import hivemind_peers, ray_server, usable
 from benchmarks.workload import Shape, make_config
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers", action="store_true", help="named peers, DDP and a few of ours; kept as p3-peers.json"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    add_job_arguments(parser, "runs")
 
 
 def run(session: Session, arguments: argparse.Namespace) -> None:
@@ -133,7 +133,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     session.parameters = {**SHAPE.overrides(), "workers": WORKERS, "steps": steps, "tokens": tokens, "goals": GOALS}
 
     # Everything once.
-    runs = Runs(steps, jobs=arguments.jobs)
+    runs = Runs(steps, jobs=arguments.jobs, keep=arguments.keep)
     names = [*methods, *(setting.name for setting in settings)]
     runs.complete(DDP, *names, seeds=[SEED])
     rows = [{**runs.row(DDP, SEED), WITHIN: "peer", NOT_ABOVE: "peer"}]
@@ -176,15 +176,16 @@ def _chosen(session: Session, arguments: argparse.Namespace) -> tuple[list[Setti
 class Runs:
     """Runs of settings with seeds, each made once."""
 
-    def __init__(self, steps: int, *, jobs: int = 1) -> None:
-        self.steps, self._jobs = steps, jobs
+    def __init__(self, steps: int, *, jobs: int = 1, keep: Path | None = None) -> None:
+        self.steps = steps
+        self._how: dict[str, Any] = {"jobs": jobs, "keep": keep}
         self.done: dict[tuple[str, int], Message] = {}
 
     def complete(self, *names: str, seeds: Iterable[int]) -> None:
         """Make those that are missing, of these settings and of what they are held to, at once."""
         wanted = dict.fromkeys((each, seed) for seed in seeds for name in names for each in (DDP, _same(name), name))
         missing = [each for each in wanted if each not in self.done]
-        made = call_each(_train, [(name, self.steps, seed) for name, seed in missing], jobs=self._jobs)
+        made = call_each(_train, [(name, self.steps, seed) for name, seed in missing], **self._how)
         self.done.update(zip(missing, made, strict=True))
 
     def row(self, name: str, seed: int) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.elastic import show
 from benchmarks.harness import Session
-from benchmarks.jobs import call_each
+from benchmarks.jobs import add_job_arguments, call_each
 from benchmarks.methods import MUON, Method, diloco, steps_of, training
 from benchmarks.workload import Shape
 from smolcluster.config.options import DiLoCoOptions
@@ -124,7 +124,7 @@ GROUPS = {"quality": _quality, "H": _h, "workers": _workers, "dropped": _dropped
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="of a run (default: 600; quick: 6)")
     parser.add_argument("--only", nargs="+", choices=GROUPS, help="of these groups (default: all; quick: dropped)")
-    parser.add_argument("--jobs", type=int, default=1, help="worlds at a time (default: 1)")
+    add_job_arguments(parser, "worlds")
 
 
 def run(session: Session, arguments: argparse.Namespace) -> None:
@@ -144,7 +144,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     }
 
     seeds = range(SEED, SEED + session.repeats)
-    done = _done([s for settings in groups.values() for s in settings], steps, seeds, jobs=arguments.jobs)
+    done = _done([s for settings in groups.values() for s in settings], steps, seeds, arguments)
     for name, settings in groups.items():
         references = {s.synchronous.key: s.synchronous for s in settings}.values()
         rows = [_row(setting, done, seeds) for setting in [*references, *settings]]
@@ -162,12 +162,12 @@ def _shape(workers: int) -> Shape:
 Done = Mapping[tuple[str, int], Mapping[str, float]]
 
 
-def _done(settings: Sequence[Setting], steps: int, seeds: Sequence[int], *, jobs: int) -> Done:
+def _done(settings: Sequence[Setting], steps: int, seeds: Sequence[int], arguments: argparse.Namespace) -> Done:
     """Train every setting, and what it is held to, once with each seed. Those that take longest begin first."""
     wanted = {each.key: each for setting in settings for each in (setting, setting.synchronous)}
     first = sorted(wanted.values(), key=lambda setting: (setting.method.optimizer != MUON, -setting.workers))
     orders = [(setting, steps, seed) for setting in first for seed in seeds]
-    results = call_each(train, orders, jobs=jobs)
+    results = call_each(train, orders, jobs=arguments.jobs, keep=arguments.keep)
     return {(setting.key, seed): result for (setting, _, seed), result in zip(orders, results, strict=True)}
 
 

@@ -387,6 +387,22 @@ def test_independent_measurements_run_in_processes_of_their_own() -> None:
     assert call_each(where, [(7,)], jobs=1) == [(7, os.getpid())]
 
 
+def test_a_measurement_that_was_kept_is_not_made_again(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def square(number: int) -> int:
+        if number == 3:
+            raise KeyboardInterrupt
+        made.append(number)
+        return number * number
+
+    kept = tmp_path / "kept.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        call_each(square, [(1,), (2,), (3,)], jobs=1, keep=kept)
+    assert call_each(square, [(2,), (1,), (4,)], jobs=1, keep=kept) == [4, 1, 16]
+    assert made == [1, 2, 4]
+
+
 def test_where_a_curve_comes_down_to_a_loss() -> None:
     curve = [(30.0, 4.0), (60.0, 3.0), (90.0, 3.5), (120.0, 2.0)]
     assert [first_at(curve, loss) for loss in (5.0, 3.5, 2.5, 1.9)] == [30.0, 45.0, 110.0, None]

@@ -77,9 +77,9 @@ def test_hivemind_is_measured_over_every_link_where_it_is_installed(
     monkeypatch.setattr(p2, "curve_of", lambda name, size, steps: [(30.0, 3.0), (60.0, 2.0)])
     monkeypatch.setattr(p2, "paces_of", lambda *order: [2.0])
     monkeypatch.setattr(p2, "hivemind_over", lambda link, **how: [(20.0, 3.0), (40.0, 2.0)] if link == "1mbit" else [])
-    wanted = {"workers": 2, "links": ["1mbit", "10mbit"], "steps": 60, "loss": 2.0, "only": [p2.HIVEMIND], "jobs": 1}
+    wanted = {"workers": 2, "links": ["1mbit", "10mbit"], "steps": 60, "loss": 2.0, "only": [p2.HIVEMIND]}
     session = Session("p2", repeats=1)
-    p2.run(session, argparse.Namespace(**wanted, limit_s=None, draw=False))
+    p2.run(session, argparse.Namespace(**wanted, jobs=1, keep=None, limit_s=None, draw=False))
     tables = list(session.parameters["tables"].values())
     assert [[row["method"] for row in rows] for rows in tables] == [[DDP, p2.HIVEMIND][: 1 + installed]] * 2
     assert ("hivemind is missing: left out" in capsys.readouterr().out) is not installed

@@ -133,7 +133,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float], **options
 
     monkeypatch.setattr(trends, "train", train)
     session = Session("trends", repeats=5)
-    arguments = {"steps": None, "only": None, "jobs": 1, "repeats": None, **options}
+    arguments = {"steps": None, "only": None, "jobs": 1, "keep": None, "repeats": None, **options}
     trends.run(session, argparse.Namespace(**arguments))
     return session, made
 

@@ -47,6 +47,10 @@ from smolcluster.comm.rounds import UnreadableContribution
 HEAD = struct.Struct("<dI")
 
 
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 class MessageLayout:
     """The layout of a message with some of the tensors: those whose indices in `packers` are in `row`."""
 
@@ -56,15 +60,31 @@ class MessageLayout:
         self._first, *self._ends = ends
         self.nbytes = [self._first, *self._ends][-1]
 
-    def write(self, weight: float, tensors: Mapping[int, Tensor | None], *, unreadable: int = 0) -> Tensor:
-        """Return the message. `tensors`: the used ones by index; None if the contribution does not count."""
+    def write(
+        self,
+        weight: float,
+        tensors: Mapping[int, Tensor | None],
+        *,
+        unreadable: int = 0,
+        tail: bytes = b"",
+        pinned: bool = False,
+    ) -> Tensor:
+        """Return the message, in host memory, and the tail behind it.
+
+        `tensors`: the used ones by index, on any device; None if the contribution does not count. `pinned`: faster from a GPU.
+        """
         used = bytes(j in tensors for j in self.row)
-        head = torch.frombuffer(bytearray(HEAD.pack(weight, unreadable) + used), dtype=torch.uint8)
-        parts = [head]
-        for j, packer in zip(self.row, self._packers, strict=True):
+        message = torch.empty(self.nbytes + len(tail), dtype=torch.uint8, pin_memory=pinned)
+        message[: self._first] = _bytes(HEAD.pack(weight, unreadable) + used)
+        if tail:
+            message[self.nbytes :] = _bytes(tail)
+        for j, (begin, end) in zip(self.row, itertools.pairwise([self._first, *self._ends]), strict=True):
             encoded = tensors.get(j)
-            parts.append(torch.zeros(packer.nbytes, dtype=torch.uint8) if encoded is None else encoded)
-        return torch.cat(parts)
+            if encoded is None:
+                message[begin:end].zero_()
+            else:
+                message[begin:end].copy_(encoded)
+        return message
 
     def read(self, data: Tensor) -> tuple[float, int, list[bool]]:
         """Return weight, unreadable and used. Raises CodecError for an invalid message."""

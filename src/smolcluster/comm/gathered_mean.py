@@ -59,7 +59,7 @@ class GatheredMean(Combination):
         self._feedback = Feedback(decay=decay)
         self._settled: Mapping[str, Memory] = {}  # after the last round that was committed
         self._fake = any(isinstance(p, FakeTensor) for p in self._parameters)  # a memory estimate: nothing to encode
-        self._weight, self._norm, self._message = 0.0, 0.0, torch.empty(0, dtype=torch.uint8)
+        self._weight, self._norm, self._stop, self._sent = 0.0, 0.0, False, torch.empty(0, dtype=torch.uint8)
         self._mean: tuple[float, list[Tensor | None]] | None = None
         self._work: Work = Done()
         if group is not None:
@@ -81,13 +81,14 @@ class GatheredMean(Combination):
                 self._feedback.memories, self._weight, self._norm = self._settled, 0.0, math.nan
         for parameter in self._parameters:
             parameter.grad = None
-        self._send(self._layout.write(self._weight, encoded))
+        self._write(encoded)
+        self._send()
 
     def again(self, slot: int, *, zero: bool) -> None:
         if zero:
             self._feedback.memories, self._weight, self._norm, self._stop = self._settled, 0.0, 0.0, False
-            self._message = self._layout.write(0.0, {})
-        self._send(self._message)
+            self._write({})
+        self._send()
 
     def drop(self, slot: int) -> None:
         self._feedback.memories = self._settled
@@ -156,7 +157,7 @@ class GatheredMean(Combination):
         self._settled = self._feedback.memories
 
     def _encode(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
-        """Return the bytes of each tensor, on the host."""
+        """Return the bytes of each tensor, on the device where they were encoded."""
         if not gradients:
             return {}
         flat = (self._flat.empty if len(gradients) == len(self._parameters) else self._flat.zeros)(self._device)
@@ -173,7 +174,7 @@ class GatheredMean(Combination):
             if self._codec.feedback:
                 part.add_to(flat, -1.0)
         self._norm = norm
-        parts = torch.split(payload.cpu(), self._flat.sizes)
+        parts = torch.split(payload, self._flat.sizes)
         return {j: parts[j] for j in gradients}
 
     @property
@@ -182,12 +183,25 @@ class GatheredMean(Combination):
         device = self._parameters[0].device
         return device if device.type == "cuda" else torch.device("cpu")
 
-    def _send(self, message: Tensor) -> None:
-        """Send to all, with a last byte: whether this member asks to stop."""
-        device = self._group.device
-        self._message, self._mean = message, None
-        mine = torch.cat([message, torch.tensor([self._stop], dtype=torch.uint8)]).to(device)
-        self._gathered = torch.empty(self._group.size * len(mine), dtype=torch.uint8, device=device)
+    def _write(self, encoded: Mapping[int, Tensor | None]) -> None:
+        """Make a new message: the bytes of an earlier one may still be on their way."""
+        self._sent = self._layout.write(self._weight, encoded, tail=bytes([self._stop]), pinned=self._pinned)
+
+    @property
+    def _message(self) -> Tensor:
+        """This member's contribution. What it sends has a last byte more: whether it asks to stop."""
+        return self._sent[:-1]
+
+    @property
+    def _pinned(self) -> bool:
+        """Whether a GPU copies to and from what is sent and received. CUDA keeps such memory for the next round."""
+        return self._device.type == "cuda" and not self._fake
+
+    def _send(self) -> None:
+        device, self._mean = self._group.device, None
+        mine = self._sent.to(device)
+        pinned = self._pinned and device.type == "cpu"
+        self._gathered = torch.empty(self._group.size * len(mine), dtype=torch.uint8, device=device, pin_memory=pinned)
         self._work = self._group.all_gather(self._gathered, mine)
 
     def _mean_of(self, messages: Sequence[Tensor]) -> tuple[float, list[Tensor | None]]:
