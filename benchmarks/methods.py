@@ -15,18 +15,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from benchmarks.dropped import Dropping, drop_contributions
 from benchmarks.network import Network
 from benchmarks.peers.bare_diloco import BareDiLoCo
 from benchmarks.peers.ddp import DDPTraining
-from benchmarks.peers.work import Work
+from benchmarks.peers.work import CPU, Work
 from benchmarks.tasks.counted import kernel_bytes
 from benchmarks.workload import Shape, make_config, make_strategy
 from benchmarks.world import Message, World, serve
 from smolcluster.comm.group import Group
+from smolcluster.compute.device import choose_device
 from smolcluster.compute.replica import Batch
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
@@ -79,14 +79,16 @@ def training(
     seed: int = 42,
     dropped: float = 0.0,
     network: Network | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> World:
     """A world that trains with this method; `steps` are those of the learning rate's schedule.
 
-    `dropped`: the share of contributions to rounds of `diloco` that does not arrive.
+    `dropped`: the share of contributions to rounds of `diloco` that does not arrive. `overrides`: of the configuration;
+    a device other than the CPU is for ours.
     """
     method, peer = (name, None) if isinstance(name, Method) else (OURS.get(name, Method()), name)
-    overrides = {"training.seed": seed, "training.device": "cpu", **method.overrides()}
-    config = make_config(shape, steps=steps, overrides=overrides)
+    common = {"training.seed": seed, "training.device": "cpu", **method.overrides()}
+    config = make_config(shape, steps=steps, overrides={**common, **(overrides or {})})
     spec = {"config": config.model_dump(mode="json"), "method": peer, "dropped": dropped}
     return World("benchmarks.methods", size=size, spec=spec, network=network)
 
@@ -105,7 +107,8 @@ class Ours:
     """Our strategy, stepped as the engine does it."""
 
     def __init__(self, work: Work, group: Group, *, dropped: float = 0.0) -> None:
-        self._strategy = make_strategy(work.config, work.task, group=group, device=torch.device("cpu"))
+        self.device = choose_device(work.config.training.device)
+        self._strategy = make_strategy(work.config, work.task, group=group, device=self.device)
         self._step = 0
         self._dropping: Dropping | None = None
         if dropped:
@@ -148,7 +151,9 @@ def setup(spec: Message, group: Group) -> Callable[[Message], Message]:
         seconds, (sent, _) = time.perf_counter() - started, kernel_bytes()
         group.barrier()  # nobody closes a connection before everybody has counted
         wanted = message["val_samples"]
-        val_loss = work.validation_loss(method.model, samples=wanted) if group.rank == 0 and wanted != 0 else None
+        device, val_loss = getattr(method, "device", CPU), None
+        if group.rank == 0 and wanted != 0:
+            val_loss = work.validation_loss(method.model, samples=wanted, device=device)
         method.model.train()
         return {"before": before, "sent": sent, "seconds": seconds, "val_loss": val_loss}
 

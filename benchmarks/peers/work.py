@@ -26,6 +26,7 @@ from smolcluster.engine.evaluate import evaluate
 from smolcluster.tasks.find import find_task
 
 Row = dict[str, Any]
+CPU = torch.device("cpu")
 
 
 class Work:
@@ -53,14 +54,16 @@ class Work:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
-    def validation_loss(self, model: nn.Module | None = None, *, samples: int | None = None) -> float:
-        """Over the validation set, or its first samples."""
+    def validation_loss(
+        self, model: nn.Module | None = None, *, samples: int | None = None, device: torch.device = CPU
+    ) -> float:
+        """Over the validation set, or its first samples. `device`: where the model is."""
         result = evaluate(
             model or self.model,
             self.task,
             as_dataset(self.task.val_data()),
             group=MemoryGroup.world(1)[0],
-            device=torch.device("cpu"),
+            device=device,
             batch_size=self.batch_size,
             samples=samples,
         )

@@ -107,15 +107,18 @@ def test_every_setting_is_valid_and_those_that_train_alike_run_once() -> None:
         names = [setting.name for setting in group()]
         assert len(set(names)) == len(names)
     for setting in settings:
-        make_config(trends._shape(setting.workers), steps=4, overrides=setting.method.overrides())
-        assert trends._shape(setting.workers).batch_size * setting.workers == trends.SAMPLES
+        shape = trends.shape_of(setting.workers, trends.SAMPLES)
+        make_config(shape, steps=4, overrides=setting.method.overrides())
+        assert shape.batch_size * setting.workers == trends.SAMPLES
     alike = {}
     for setting in settings:
         alike.setdefault(setting.key, []).append(setting.name)
     shared = sorted(sorted(names) for names in alike.values() if len(names) > 1)
     assert shared == [
-        ["0% dropped", "4 workers", "H 30", "fp32, adamw"],
-        ["2 bits", "k 128 (3.1%)", "wan, adamw"],
+        ["0% dropped", "0.7, momentum 0.9, H 30", "4 workers", "H 30", "fp32, adamw"],
+        ["0.7, momentum 0.9, H 15", "H 15"],
+        ["0.9, momentum 0.5, H 15", "dense, fp32"],
+        ["2 bits", "k 128 (3.1%)", "over senders", "wan, adamw"],
     ]
 
 
@@ -123,7 +126,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float], **options
     """Run the benchmark with these losses, one hundredth more for each further seed."""
     made: list[str] = []
 
-    def train(setting: Setting, steps: int, seed: int) -> dict[str, float]:
+    def train(setting: Setting, how: trends.How, seed: int) -> dict[str, float]:
         made.append(setting.name)
         return {
             "val_loss": losses.get(setting.name, 2.0) + 0.01 * (seed - trends.SEED),
@@ -133,8 +136,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float], **options
 
     monkeypatch.setattr(trends, "train", train)
     session = Session("trends", repeats=5)
-    arguments = {"steps": None, "only": None, "jobs": 1, "keep": None, "repeats": None, **options}
-    trends.run(session, argparse.Namespace(**arguments))
+    common = {"steps": None, "samples": None, "rate": trends.RATE, "device": "cpu", "jobs": 1, "keep": None}
+    trends.run(session, argparse.Namespace(**{"only": None, "repeats": None, **common, **options}))
     return session, made
 
 
@@ -156,7 +159,7 @@ def test_only_the_groups_that_are_asked_for_are_run(monkeypatch: pytest.MonkeyPa
     session, made = trained(monkeypatch, {}, only=["H", "dropped"])
     assert [title.split(":")[0] for title in session.parameters["tables"]] == ["H", "dropped"]
     assert len(made) == len(set(made)) == 1 + 5 + 3, "H 30 and 0 % dropped are one run"
-    assert "verdict" not in session.parameters["tables"]["H: 600 steps of 32 samples"][0]
+    assert "verdict" not in session.parameters["tables"]["H: 2000 steps of 128 samples"][0]
 
 
 def test_settings_train_alike_whose_options_come_to_the_same() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from smolcluster.comm.codecs import CODECS, CodecError, Feedback, Packer, make_codec
+from smolcluster.comm.codecs.packer import ODD
 from smolcluster.comm.codecs.sparse import draw_places, pack_places, places_nbytes, unpack_places
 from smolcluster.config.schema import StrategyConfig
 from smolcluster.errors import UserError
@@ -370,6 +371,36 @@ def test_a_bucket_is_its_tensors_in_a_row(variant):
     assert all(o.isfinite().all() for o in outs)
     if codec.lossless:
         assert all(torch.equal(o, t) for o, t in zip(outs, tensors, strict=True))
+
+
+@every
+def test_a_bucket_has_the_bytes_and_residuals_of_its_tensors_one_at_a_time(variant):
+    codec = make(variant)
+    packer, feedback, alone = Packer(LAYOUT, codec), Feedback(decay=0.9), Feedback(decay=0.9)
+    for step in range(3):
+        tensors = bucket(seed=10 * step)
+        payload, parts = packer.encode(tensors, key=0, feedback=feedback), []
+        for index, (each, tensor) in enumerate(zip(LAYOUT, tensors, strict=True)):
+            # The key of a bucket's tensor has its place in it.
+            parts.append(
+                Packer([each], codec).encode([tensor], key=index * pow(ODD, -1, 2**64), feedback=alone).clone()
+            )
+        assert torch.equal(payload, torch.cat([part.view(torch.uint8) for part in parts]))
+    assert feedback.memories.keys() == alone.memories.keys()
+    for name, memory in feedback.memories.items():
+        assert torch.equal(memory.residual, alone.memories[name].residual), name
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_bucket_that_cannot_be_encoded_leaves_the_residuals(name):
+    packer, feedback = Packer(LAYOUT, make_codec(name)), Feedback()
+    packer.encode(bucket(), key=0, feedback=feedback)
+    before = {name: memory.residual.clone() for name, memory in feedback.memories.items()}
+    tensors = bucket(seed=5)
+    tensors[0][3, 4] = math.inf
+    with pytest.raises(CodecError, match=r"^w: "):
+        packer.encode(tensors, key=1, feedback=feedback)
+    assert all(torch.equal(memory.residual, before[name]) for name, memory in feedback.memories.items())
 
 
 def test_tensors_of_a_bucket_and_steps_draw_from_keys_of_their_own():
