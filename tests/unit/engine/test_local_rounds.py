@@ -170,6 +170,7 @@ def test_a_false_number_of_samples_is_no_report(read: object) -> None:
     [
         "much",
         {"steps": 0, "step_s": 0.1, "norm": "1"},
+        {"steps": 10**400, "step_s": 0.1, "norm": "1"},
         {"steps": 3, "step_s": "nan", "norm": "1"},
         {"steps": 3, "norm": "1"},
         {"steps": 3, "step_s": 0.1, "norm": "1", "usual": -1},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-SMOOTHING = 0.3  # weight of the newest measurement
+SMOOTHING = 0.3  # weight of the newest step
 ALIKE = 1.25  # machines within this factor of the usual one are alike: measurements vary
 MOST = 16  # times the usual steps; of 30 that is 480, about the longest rounds of the DiLoCo paper
 
@@ -38,6 +38,7 @@ def steps_in_time(steps: int, *, usual_s: float, own_s: float) -> int:
     return max(1, min(MOST * steps, round(steps * usual_s / own_s)))
 
 
-def smoothed(before: float, now: float) -> float:
-    """Update a running mean; 0 means no measurement yet."""
-    return now if before == 0 else (1 - SMOOTHING) * before + SMOOTHING * now
+def smoothed(before: float, now: float, *, steps: int = 1) -> float:
+    """Update a running mean by a measurement over so many steps; 0 means no measurement yet."""
+    kept = (1 - SMOOTHING) ** steps
+    return now if before == 0 else kept * before + (1 - kept) * now

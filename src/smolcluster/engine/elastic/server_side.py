@@ -112,13 +112,15 @@ class ServerSide(ABC):
         speeds, fixed_s = [m.speed for m in automatic], [m.fixed_s for m in automatic]
         return dict(zip(automatic, share_out(total, speeds, fixed_s, unit=unit), strict=True))
 
-    def note_speed(self, member: Member, *, samples: int, compute_s: float, fixed_s: float | None) -> None:
-        """Update the measured speed. `fixed_s`: time of a step beside computing; None: unknown."""
+    def note_speed(
+        self, member: Member, *, samples: int, compute_s: float, fixed_s: float | None, steps: int = 1
+    ) -> None:
+        """Update the measured speed. `fixed_s`: time of these steps beside computing; None: unknown."""
         if samples > 0 and LEAST_S < compute_s < MOST_S:
             self._shares = None
-            member.speed = smoothed(member.speed, samples / compute_s)
+            member.speed = smoothed(member.speed, samples / compute_s, steps=steps)
             if fixed_s is not None and fixed_s < MOST_S:
-                member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s))
+                member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s) / steps, steps=steps)
 
     def refuse(self, member: Member, step: int, reason: str, *, again: bool = False, scale: object = None) -> None:
         """Refuse a gradient. Its samples are set aside, since another worker might fail on them too.

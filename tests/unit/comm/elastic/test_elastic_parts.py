@@ -74,6 +74,18 @@ def test_smoothing_begins_with_the_first_measurement() -> None:
     assert 8.0 < smoothed(8.0, 16.0) < 16.0
 
 
+def test_a_measurement_over_a_round_counts_as_many_times_as_the_round_has_steps() -> None:
+    speed = 8.0
+    for _ in range(5):
+        speed = smoothed(speed, 16.0)
+    assert smoothed(8.0, 16.0, steps=5) == pytest.approx(speed)
+    member = SimpleNamespace(speed=0.0, fixed_s=0.0)
+    ServerSide.note_speed(
+        cast(ServerSide, SimpleNamespace()), cast(Member, member), samples=320, compute_s=4.0, fixed_s=0.2, steps=20
+    )
+    assert (member.speed, member.fixed_s) == pytest.approx((80.0, 0.01)), "of a step"
+
+
 # gate
 
 

@@ -27,7 +27,7 @@ from smolcluster.engine.elastic.coordination.evictions import Evictions
 from smolcluster.engine.elastic.coordination.followers import Followers
 from smolcluster.engine.elastic.coordination.held_state import HoldsState
 from smolcluster.engine.elastic.coordination.late_members import LateMembers
-from smolcluster.engine.elastic.coordination.local_rounds import LocalRounds
+from smolcluster.engine.elastic.coordination.local_rounds import LocalReport, LocalRounds
 from smolcluster.engine.elastic.coordination.rejoining import can_reach, weights_lost
 from smolcluster.engine.elastic.coordination.round_numbers import next_rounds, with_num_steps
 from smolcluster.engine.elastic.coordination.state_upload import StateUploads, UnusableState
@@ -442,7 +442,9 @@ class Coordinator(HoldsState):
             if weight:
                 self.gate.accept(float(report["mine"]), instance=member.instance)
             compute_s, apply_s = float(report["compute_s"]), float(report["apply_s"])
-            self.note_speed(member, samples=samples, compute_s=compute_s, fixed_s=apply_s)
+            local = LocalReport.of(report)
+            steps = local.steps if local is not None else 1
+            self.note_speed(member, samples=samples, compute_s=compute_s, fixed_s=apply_s, steps=steps)
         totals.weight = totals.weight or float(totals.samples > 0)  # no target counts: all gradients are zero
         return totals
 

@@ -25,6 +25,7 @@ from smolcluster.engine.elastic.server_side import LEAST_S, MOST_S, is_logged
 
 SLACK = 1.5  # times the usual time of a round, until the deadline
 KEPT = 3  # rounds whose times count
+MOST_STEPS = 2**31  # of a member in a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,11 @@ class LocalReport:
             found = cls(*numbers, None if usual is None else float(usual))
         except (AttributeError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(str(error)) from error
-        if found.steps < 1 or not found.step_s >= 0 or (found.usual is not None and not found.usual > 0):
+        if (
+            not 1 <= found.steps < MOST_STEPS
+            or not found.step_s >= 0
+            or (found.usual is not None and not found.usual > 0)
+        ):
             raise ValueError(str(found))
         return found
 
