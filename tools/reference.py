@@ -1,6 +1,7 @@
 """Generate documentation from the schema, the records of the strategies and the doctor's table.
 
-python -m tools.reference docs    configuration.md, troubleshooting.md, tables in strategies/, line numbers in architecture.md
+python -m tools.reference docs    configuration.md, troubleshooting.md, tables in strategies/ and in README.md, line numbers in
+                                  architecture.md
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from smolcluster.config.describe import allowed, show
 from smolcluster.config.load import builtin_configs
 from smolcluster.config.names import SECTIONS, SHORTHAND
+from smolcluster.config.options import CodecOptions
 from smolcluster.config.schema import Config, HostConfig, LinkConfig, Section
 from smolcluster.config.strategies import ALIASES, BUILT_IN, Record, StrategyOption, built_in_options, options_of
 from smolcluster.config.tree import KeyPath
@@ -82,10 +84,10 @@ def pages(docs: Path) -> dict[Path, str]:
     """Return the text of every page with generated parts."""
     found = {docs / "configuration.md": markdown(), docs / "troubleshooting.md": troubleshooting()}
     found[docs / "architecture.md"] = with_lines(docs / "architecture.md")
-    tables = {"index": _strategy_table()}
-    tables |= {name: table for name, record in BUILT_IN.items() if (table := _option_table(record))}
-    for name, table in tables.items():
-        path = docs / "strategies" / f"{name}.md"
+    folder = docs / "strategies"
+    tables = {docs.parent / "README.md": _short_strategy_table(), folder / "index.md": _strategy_table()}
+    tables |= {folder / f"{name}.md": table for name, record in BUILT_IN.items() if (table := _option_table(record))}
+    for path, table in tables.items():
         before, _, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
         found[path] = before + _BEGIN + table + _END + rest.partition(_END)[2]
     return found
@@ -120,12 +122,28 @@ def _strategy_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def _short_strategy_table() -> str:
+    rows = ["| strategy | use it when | file |", "|---|---|---|"]
+    for name, record in BUILT_IN.items():
+        known = f" ({record.algorithm})" if record.algorithm.lower() != name else ""
+        file = next(iter(record.where.values())).partition(":")[0].rpartition(".")[2] + ".py"
+        rows.append(f"| `{name}`{known} | {record.use_when} | [{file}](src/smolcluster/strategies/{file}) |")
+    return "\n".join(rows) + "\n"
+
+
 def _option_table(record: Record) -> str:
-    rows = [
-        f"| `{option.key}`{f' ({option.plane})' if option.plane else ''} | {_defaults([option])} | "
-        f"{_cell(option.field.description or '')} |"
-        for option in options_of(record)
-    ]
+    """The options of the codecs share a row: docs/codecs.md describes them."""
+    options = list(options_of(record))
+    of_codecs = [option for option in options if option.key in CodecOptions.model_fields and option.key != "codec"]
+    rows = []
+    for option in options:
+        plane = f" ({option.plane})" if option.plane else ""
+        if option not in of_codecs:
+            meaning = _cell(option.field.description or "")
+            rows.append(f"| `{option.key}`{plane} | {_defaults([option])} | {meaning} |")
+        elif option is of_codecs[0]:
+            keys = ", ".join(f"`{each.key}`" for each in of_codecs)
+            rows.append(f"| {keys}{plane} | | options of the codecs: [codecs](../codecs.md) |")
     return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows]) + "\n" if rows else ""
 
 

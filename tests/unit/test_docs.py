@@ -42,16 +42,18 @@ class Told(NamedTuple):
 
 
 def told() -> list[Told]:
-    found: dict[str, Told] = {}
+    found = []
     for page in PAGES:
         for _, block in BLOCK.findall(page.read_text(encoding="utf-8")):
             for words in COMMAND.findall(block.replace("\\\n", " ")):
                 words = re.sub(r"\s#\s.*", "", words).strip()
-                found.setdefault(words, Told(str(page.relative_to(ROOT)), words))
-    return [command for command in found.values() if "launcher: no torch" not in command.words]
+                found.append(Told(str(page.relative_to(ROOT)), words))
+    return [command for command in found if "launcher: no torch" not in command.words]
 
 
-TOLD = told()
+ON_PAGES = told()
+TOLD = list({command.words: command for command in reversed(ON_PAGES)}.values())  # each on its first page
+
 RUN = [command for command in TOLD if not OF_OTHERS.search(command.words)]
 
 
@@ -63,6 +65,47 @@ def test_links_lead_to_files() -> None:
         (page.name, target) for page, target in links if ":" not in target and not (page.parent / target).exists()
     ]
     assert missing == []
+
+
+def test_links_lead_to_headings() -> None:
+    def anchors(page: Path) -> set[str]:
+        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    links = [
+        (page, *link)
+        for page in PAGES
+        for link in re.findall(r"\]\(((?:[\w./-]+\.md)?)#([\w-]+)\)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 30
+    assert [
+        (page.name, target, anchor)
+        for page, target, anchor in links
+        if anchor not in anchors(page.parent / target if target else page)
+    ] == []
+
+
+def test_tests_that_are_named_exist() -> None:
+    """`test_x.py`, `test_x`, and in tables of faults `x_of_five_words_or_more` for `test_x_of_five_words_or_more`."""
+    files = list((ROOT / "tests").rglob("*.py"))
+    known = {file.name for file in files}
+    known |= {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))}
+    quoted = [
+        (page.name, name.rpartition("/")[2])
+        for page in PAGES
+        for name in re.findall(r"`([\w/.]+)`", BLOCK.sub("", page.read_text(encoding="utf-8")))
+    ]
+    named = [(page, name) for page, name in quoted if re.fullmatch(r"test_\w+(\.py)?|[a-z0-9]+(_[a-z0-9]+){4,}", name)]
+    named = [(page, name) for page, name in named if not name.startswith("smolcluster_")]  # names in Prometheus
+    assert len(named) > 50
+    assert [(page, name) for page, name in named if not {name, f"test_{name}"} & known] == []
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    known = {file.name for file in (ROOT / "src").rglob("*.py")}
+    page = BLOCK.sub("", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
+    assert set(re.findall(r"`(\w+\.py)`", page)) <= known
 
 
 def block_of(page: str, *, language: str, containing: str) -> str:
@@ -126,7 +169,7 @@ def test_comments_behind_commands_stand_in_one_column(page: Path) -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md", "docs/dashboard.md", "docs/cluster.md"])
 def test_a_laptop_can_train_what_the_first_pages_train(page: str) -> None:
     """`gpt` takes hours on two cores; a reader who copies a line wants to see it end."""
-    commands = [command.words.split() for command in TOLD if command.page == page]
+    commands = [command.words.split() for command in ON_PAGES if command.page == page]
     started = [words for words in commands if words[0] in ("train", "server") and "--dry-run" not in words]
     assert started
     assert not [words for words in started if words[1:2] in (["gpt"], ["gpt2-small"], ["wikitext2"])]

@@ -183,8 +183,8 @@ class DiLoCoOptions(RoundOptions):
     )
     inner_steps: Count | Auto = Field(
         INNER_STEPS,
-        description="local steps of a worker between two exchanges; auto (elastic plane): 30 for the usual machine, and for "
-        "others as many as take as long",
+        description="local steps of a worker between two exchanges; auto (elastic plane): 30 on the machine of median "
+        "speed, on others as many as fit into the same time",
     )
     outer_lr: Positive = Field(0.7, description="learning rate of the outer optimizer")
     outer_momentum: BelowOne = Field(0.9, description="momentum of the outer optimizer; 0: plain SGD")
@@ -198,7 +198,7 @@ class DiLoCoOptions(RoundOptions):
     fragments: Count = Field(
         1, description="pieces of strided layers that are exchanged in turn, each once in inner_steps steps"
     )
-    overlap: Natural = Field(0, description="steps that a worker computes while an exchange is under way; 0: it waits")
+    overlap: Natural = Field(0, description="steps that a worker computes during an exchange; 0: it waits")
     mixing: Fraction | None = Field(
         None, description="share of the result in the weights when it arrives; null: 0.5 with overlap, 1 without"
     )
@@ -211,7 +211,7 @@ class DiLoCoOptions(RoundOptions):
     )
     max_rounds_apart: Count = Field(
         10,
-        description="offline: rounds that a worker may be apart; it trains no longer alone, and work that is older is dropped",
+        description="offline: rounds that a worker may be apart; then it stops training, and older work is dropped",
     )
     quorum: Fraction = Field(
         0.5,
@@ -307,7 +307,7 @@ class AllReduceOptions(ExchangeOptions):
     only_elastic = frozenset({"on_stale"}) | ExchangeOptions.only_elastic
     staleness_bound: Natural = Field(0, description="averaged gradients in flight; 0: synchronous")
     on_stale: Annotated[Literal["drop", "stop"], Lower] = Field(
-        "drop", description="gradients that arrive too late to count: drop them, or stop this worker"
+        "drop", description="gradients that arrive too late to be used: drop them, or stop this worker"
     )
 
 
@@ -409,7 +409,7 @@ class EDPOptions(ServedOptions):
     staleness_weighting: Annotated[Literal["inverse", "none"], Lower] = Field(
         "inverse", description="inverse: a gradient s versions old has weight 1/(1+s); none: all have weight 1"
     )
-    staleness_bound: Natural | None = Field(None, description="refuse gradients older than this; null: any age counts")
+    staleness_bound: Natural | None = Field(None, description="refuse gradients older than this; null: accept any age")
     server_batch: Count | None = Field(
         None, description="samples in an update of the server; null: those that all live workers read in one step"
     )
