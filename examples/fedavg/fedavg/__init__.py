@@ -6,7 +6,7 @@ from smolcluster.config.strategies import Record
 RECORD = Record(
     name="fedavg",
     algorithm="FedAvg",
-    summary="workers train for themselves and average their weights now and then",
+    summary="workers train independently and average their weights every local_steps steps",
     where={"mesh": "fedavg.strategy:FedAvg", "elastic": "fedavg.strategy:FedAvg"},
     options=LocalStepOptions,
     use_when="the network is too slow to exchange every step",
