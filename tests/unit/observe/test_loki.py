@@ -466,9 +466,7 @@ def test_a_process_that_is_killed_again_and_again_loses_and_doubles_nothing(loki
     assert loki.duplicates > 0, "the window between storing and noting it was hit"
 
 
-@pytest.mark.parametrize(
-    "damage", [None, b"", b"{", b'{"offset": -5, "time_ns": 0, "head": "", "told": {}}', b"[]", b"\xff"]
-)
+@pytest.mark.parametrize("damage", [None, b"", b"{", b'{"offset": -5, "time_ns": 0, "head": ""}', b"[]", b"\xff"])
 def test_a_note_that_is_lost_or_damaged_is_no_note(damage: bytes | None, loki: StrictLoki, path: Path) -> None:
     """Then everything is sent again, exactly as it was."""
     for number in range(50):
