@@ -294,19 +294,18 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("environment", "live", "escapes"),
-    [({}, None, True), ({"NO_COLOR": "1"}, None, False), ({"TERM": "dumb"}, None, False), ({}, False, False),
-     ({"NO_COLOR": ""}, None, True)],
-)  # fmt: skip
+    ("environment", "escapes"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({"NO_COLOR": ""}, True)],
+)
 def test_a_terminal_is_live_unless_told_otherwise(
-    environment: dict[str, str], live: bool | None, escapes: bool, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], escapes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     stream = Terminal()
-    sink = ConsoleSink(stream, live=live)
+    sink = ConsoleSink(stream)
     for event in [*BOTH, logged(0, 10), logged(1, 10)]:
         sink.handle(event)
     sink.close()
@@ -411,9 +410,11 @@ def test_any_terminal_is_big_enough(width: int, height: int, encoding: str) -> N
         assert lines[-1] == "and 10 more workers"
 
 
-def test_an_interrupt_gives_the_cursor_back() -> None:
+def test_an_interrupt_gives_the_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    sink = ConsoleSink(stream, live=True)
+    sink = ConsoleSink(stream)
 
     def interrupted() -> None:
         with Observer([sink]) as observer:
