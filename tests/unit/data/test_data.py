@@ -141,7 +141,7 @@ def test_tokens_are_built_once_and_mapped(tmp_path):
 
 def test_the_file_is_little_endian_and_described(tmp_path):
     text = "".join(chr(c) for c in range(300))
-    tokens_of(tmp_path, text, tokenizer=CharTokenizer.from_text(text))
+    tokens_of(tmp_path, text, tokenizer=CharTokenizer(text))
     (file,) = (tmp_path / "tokens").glob("*.bin")
     assert file.read_bytes() == struct.pack("<300H", *range(300))
     sidecar = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
@@ -151,8 +151,8 @@ def test_the_file_is_little_endian_and_described(tmp_path):
 def test_another_text_or_tokenizer_is_another_file(tmp_path):
     tokens_of(tmp_path, "abc")
     assert bytes(tokens_of(tmp_path, "abd")) == b"abd"
-    assert tokens_of(tmp_path, "abc", tokenizer=CharTokenizer.from_text("abc")).tolist() == [0, 1, 2]
-    assert tokens_of(tmp_path, "abc", tokenizer=CharTokenizer.from_text("abcX")).tolist() == [1, 2, 3]
+    assert tokens_of(tmp_path, "abc", tokenizer=CharTokenizer("abc")).tolist() == [0, 1, 2]
+    assert tokens_of(tmp_path, "abc", tokenizer=CharTokenizer("abcX")).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "flipped", "no sidecar", "bad sidecar", "other format"])
