@@ -17,7 +17,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.unit.run_folder import T0, aged, append, begin, configure, folder_of_runs, log, member, row
+from tests.unit.run_folder import (
+    T0,
+    aged,
+    append,
+    begin,
+    configure,
+    folder_of_runs,
+    log,
+    member,
+    row,
+    summarize,
+    write_rows,
+)
 
 from smolcluster.cli.top import top
 from smolcluster.comm.elastic.transport.api import LEFT
@@ -227,7 +239,7 @@ def test_all_ranks_count_however_far_apart_their_rows_are(tmp_path: Path, apart_
     reader = RunReader(run, now=lambda: T0)
     for step in steps:
         for rank in (0, 1) if step % 2 else (1, 0):  # either may be the first to write
-            append(run / "metrics.jsonl", far_apart(step, rank, apart_s=apart_s))
+            write_rows(run, far_apart(step, rank, apart_s=apart_s))
             if live:
                 reader.poll()
     reader.poll()
@@ -246,7 +258,7 @@ def test_a_rank_that_died_is_not_waited_for(tmp_path: Path, died: int, apart_s: 
     run = configure(tmp_path / "run")
     for step in range(1, 40):
         for rank in (0, 1) if step < died else (0,):
-            append(run / "metrics.jsonl", far_apart(step, rank, apart_s=apart_s))
+            write_rows(run, far_apart(step, rank, apart_s=apart_s))
     columns = reader_of(run).run_curve.curve.columns()
     assert columns["step"] == list(range(1, 40))
     assert columns["tokens_per_s"][-1] == 100.0
@@ -322,9 +334,8 @@ def test_silence_is_measured_against_the_own_pace_of_a_process(tmp_path: Path) -
     """Steps of 10 s, a row every 10 of them: nobody is silent after a minute and a half, and everybody is after an hour."""
     run = configure(tmp_path / "run", strategy="edp", more="logging:\n  log_interval: 10\n")
     slow = {"step_time_s": 10.0}
-    append(run / "metrics.jsonl", row(1, 0, **slow), row(1, 1, **slow), row(1, 2, role="server", **slow))
-    for path in run.iterdir():
-        aged(path, T0 + 1)
+    write_rows(run, row(1, 0, **slow), row(1, 1, **slow), row(1, 2, role="server", **slow))
+    aged(run, T0 + 1)
     told = snapshot_of(run, now=T0 + 95)
     assert set(states(told).values()) == {"training"}
     assert told["status"] == "training"
@@ -353,12 +364,11 @@ def elastic(tmp_path: Path) -> Path:
     run = configure(tmp_path / "runs" / "one", strategy="edp", more="  device: cpu\nname: x\n")
     append(run / "history.jsonl", begin(0), member("joined", 0, 1), member("joined", 1, 1))
     for step in range(1, 6):
-        append(run / "metrics.jsonl", row(step, 0), row(step, 1, host="pi5", machine={"device": "cpu", "load": 0.5}))
-        append(run / "metrics.jsonl", row(step, 2, role="server", time=T0 + step + 0.1))
+        write_rows(run, row(step, 0), row(step, 1, host="pi5", machine={"device": "cpu", "load": 0.5}))
+        write_rows(run, row(step, 2, role="server", time=T0 + step + 0.1))
     append(run / "history.jsonl", member("left", 1, 5, "the connection was closed"))
     append(run / "logs" / "worker-rank1-pi5.log", log("starts as process 7"), log("lost the server", "WARNING", 6))
-    for path in run.rglob("*"):
-        aged(path, T0 + 6)
+    aged(run, T0 + 6)
     return run
 
 
@@ -389,8 +399,8 @@ def test_an_elastic_run(elastic: Path) -> None:
 
 def test_one_who_comes_back_trains_again_and_is_drawn_at_the_step_of_the_run(elastic: Path) -> None:
     append(elastic / "history.jsonl", member("joined", 1, 6))
-    append(elastic / "metrics.jsonl", row(6, 2, role="server"), row(1, 1, time=T0 + 6.5))  # it counts from one again
-    append(elastic / "metrics.jsonl", row(7, 2, role="server"))
+    write_rows(elastic, row(6, 2, role="server"), row(1, 1, time=T0 + 6.5))  # it counts from one again
+    write_rows(elastic, row(7, 2, role="server"))
     told = snapshot_of(elastic, now=T0 + 7)
     assert states(told)["worker 1"] == "training"
     assert told["machines"][1]["losses"] == 1
@@ -403,9 +413,9 @@ def test_a_row_of_the_server_that_comes_late_moves_no_worker(tmp_path: Path) -> 
     run = configure(tmp_path / "run", strategy="edp", workers=1, steps=200)
     for step in range(5, 130, 5):
         if step != 50:
-            append(run / "metrics.jsonl", row(step, 1, role="server"), row(2 * step, 0, time=T0 + step + 2))
-    append(run / "metrics.jsonl", row(50, 1, role="server", val_loss=2.0))
-    append(run / "metrics.jsonl", *(row(2 * step, 0, time=T0 + step) for step in (128, 129)))
+            write_rows(run, row(step, 1, role="server"), row(2 * step, 0, time=T0 + step + 2))
+    write_rows(run, row(50, 1, role="server", val_loss=2.0))
+    write_rows(run, *(row(2 * step, 0, time=T0 + step) for step in (128, 129)))
     told = snapshot_of(run)
     assert told["curves"]["joined"]["columns"]["step"] == list(range(5, 130, 5))
     columns = told["curves"]["rank0"]["columns"]
@@ -416,14 +426,13 @@ def test_a_row_of_the_server_that_comes_late_moves_no_worker(tmp_path: Path) -> 
 
 def test_rows_before_the_second_row_of_the_server_are_drawn_where_the_run_was(tmp_path: Path) -> None:
     """The server logs its steps 1 and 40; four workers log each of their own ten steps in between."""
-    run = configure(tmp_path / "run", strategy="edp", workers=1, steps=200)
-    append(run / "metrics.jsonl", row(1, 1, role="server", time=T0))
-    append(run / "metrics.jsonl", *(row(own, 0, time=T0 + 4 * own) for own in range(1, 10)))
+    run = configure(tmp_path / "run", row(1, 1, role="server", time=T0), strategy="edp", workers=1, steps=200)
+    write_rows(run, *(row(own, 0, time=T0 + 4 * own) for own in range(1, 10)))
     early = snapshot_of(run, now=T0 + 37)
     assert early["curves"]["rank0"]["columns"]["step"] == []  # not all of them at step 1
     assert (early["machines"][0]["step"], early["machines"][0]["own_steps"]) == (9, True)
     assert early["machines"][1]["own_steps"] is False
-    append(run / "metrics.jsonl", row(40, 1, role="server", time=T0 + 39))
+    write_rows(run, row(40, 1, role="server", time=T0 + 39))
     steps = snapshot_of(run, now=T0 + 40)["curves"]["rank0"]["columns"]["step"]
     assert steps == pytest.approx([1 + 4 * own for own in range(1, 10)])
 
@@ -493,8 +502,7 @@ def test_one_who_is_gone_is_told_of_once(elastic: Path) -> None:
 
 
 def test_the_end(elastic: Path) -> None:
-    summary = {"status": "finished", "strategy": "edp", "tokens_per_s": 7.0, "finished": T0 + 6, "val_loss": math.nan}
-    (elastic / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    summarize(elastic, status="finished", strategy="edp", tokens_per_s=7.0, finished=T0 + 6, val_loss=math.nan)
     told = snapshot_of(elastic, now=T0 + 9000)
     assert told["status"] == "finished"
     assert states(told) == {"worker 0": "finished", "worker 1": "lost", "server": "finished"}
@@ -506,10 +514,8 @@ def test_the_end(elastic: Path) -> None:
 
 def test_a_loss_is_rounded_once_wherever_it_is_told(tmp_path: Path) -> None:
     loss = 5.01835097  # to six digits, and then to four decimals: 5.0183
-    run = configure(tmp_path / "runs" / "one", workers=1)
-    append(run / "metrics.jsonl", row(1, loss=loss, val_loss=loss))
-    summary = {"status": "finished", "train_loss": loss, "val_loss": loss, "finished": T0 + 2}
-    (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    run = configure(tmp_path / "runs" / "one", row(1, loss=loss, val_loss=loss), workers=1)
+    summarize(run, status="finished", train_loss=loss, val_loss=loss, finished=T0 + 2)
     (line,), told = RunFolder(run.parent).list(), snapshot_of(run)
     numbers, (machine,), columns = told["numbers"], told["machines"], told["curves"]["val"]["columns"]
     shown = [numbers["loss"], numbers["val_loss"], numbers["best_val_loss"], line["train_loss"], line["val_loss"]]
@@ -518,25 +524,23 @@ def test_a_loss_is_rounded_once_wherever_it_is_told(tmp_path: Path) -> None:
 
 
 def test_time_and_bytes_of_a_run_that_has_ended_are_those_of_its_summary(tmp_path: Path) -> None:
-    run = configure(tmp_path / "runs" / "one", workers=1)
-    append(run / "metrics.jsonl", row(1), row(2))  # 2000 bytes, and after that a checkpoint is gathered
-    summary = {"status": "finished", "wall_s": 28.4, "bytes_sent": 2500, "finished": T0 + 20}
-    (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    run = configure(
+        tmp_path / "runs" / "one", row(1), row(2), workers=1
+    )  # 2000 bytes, and after that a checkpoint is gathered
+    summarize(run, status="finished", wall_s=28.4, bytes_sent=2500, finished=T0 + 20)
     (line,), numbers = RunFolder(run.parent).list(), snapshot_of(run)["numbers"]
     assert line["wall_s"] == numbers["elapsed_s"] == 28.4
     assert numbers["bytes"] == 2500
 
 
 def test_bytes_of_processes_that_were_replaced_count(tmp_path: Path) -> None:
-    run = configure(tmp_path / "run", workers=1)
-    append(run / "metrics.jsonl", row(1, bytes_sent=3000), row(2, bytes_sent=1000))
-    (run / "summary.json").write_text('{"status": "finished", "bytes_sent": 1500}', encoding="utf-8")
+    run = configure(tmp_path / "run", row(1, bytes_sent=3000), row(2, bytes_sent=1000), workers=1)
+    summarize(run, status="finished", bytes_sent=1500)
     assert snapshot_of(run)["numbers"]["bytes"] == 4000
 
 
 def test_a_run_begins_before_its_first_row(tmp_path: Path) -> None:
-    run = configure(tmp_path / "run", workers=1)
-    append(run / "metrics.jsonl", row(10), row(11))
+    run = configure(tmp_path / "run", row(10), row(11), workers=1)
     aged(run / "metrics.jsonl", T0 + 11)
     aged(run / "config.yaml", T0)
     assert snapshot_of(run, now=T0 + 12)["numbers"]["elapsed_s"] == 12
@@ -545,21 +549,20 @@ def test_a_run_begins_before_its_first_row(tmp_path: Path) -> None:
 
 
 def test_a_summary_of_an_earlier_attempt_does_not_count(elastic: Path) -> None:
-    (elastic / "summary.json").write_text('{"status": "interrupted", "finished": %f}' % (T0 + 2), encoding="utf-8")
+    summarize(elastic, status="interrupted", finished=T0 + 2)
     aged(elastic / "summary.json", T0 + 2)
     assert snapshot_of(elastic, now=T0 + 7)["status"] == "training"
 
 
 def test_a_copy_of_a_run_that_has_ended_has_ended(tmp_path: Path) -> None:
     """Its files have the times of copying, in any order."""
-    run = configure(tmp_path / "runs" / "one", workers=1)
-    append(run / "metrics.jsonl", row(1), row(2))
-    (run / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 3}), encoding="utf-8")
+    run = configure(tmp_path / "runs" / "one", row(1), row(2), workers=1)
+    summarize(run, status="finished", finished=T0 + 3)
     for place, name in enumerate(("summary.json", "metrics.jsonl", "config.yaml")):
         aged(run / name, T0 + 5000 + 10 * place)
     assert snapshot_of(run, now=T0 + 6000)["status"] == "finished"
     assert [line["status"] for line in RunFolder(run.parent).list()] == ["finished"]
-    append(run / "metrics.jsonl", row(3, time=T0 + 5500))  # and then it was resumed
+    write_rows(run, row(3, time=T0 + 5500))  # and then it was resumed
     assert snapshot_of(run, now=T0 + 5501)["status"] == "training"
 
 
@@ -576,7 +579,7 @@ def test_the_same_end_is_told_once(elastic: Path) -> None:
 def test_who_was_gone_is_gone_in_a_long_run_too(elastic: Path) -> None:
     """The summary is known when the first part of the history is."""
     append(elastic / "history.jsonl", member("joined", 1, 6), member("left", 1, 7, LEFT_REASON))
-    (elastic / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 9}), encoding="utf-8")
+    summarize(elastic, status="finished", finished=T0 + 9)
     reader = RunReader(elastic, now=lambda: T0 + 10)
     reader._history._max_bytes = 350  # begin, and two that join
     reader.poll()
@@ -588,15 +591,14 @@ def test_who_was_gone_is_gone_in_a_long_run_too(elastic: Path) -> None:
 
 
 def test_the_bar_of_a_run_that_is_resumed_goes_on(tmp_path: Path) -> None:
-    run = configure(tmp_path / "run", workers=1)
-    append(run / "metrics.jsonl", row(1), row(2))
+    run = configure(tmp_path / "run", row(1), row(2), workers=1)
     aged(run / "config.yaml", T0)
-    (run / "summary.json").write_text(json.dumps({"status": "interrupted", "finished": T0 + 3}), encoding="utf-8")
+    summarize(run, status="interrupted", finished=T0 + 3)
     aged(run / "summary.json", T0 + 3)
     reader = reader_of(run)
     assert SnapshotStream(reader).snapshot()["machines"][0]["spans"] == [[T0 + 1, T0 + 3]]
     aged(run / "config.yaml", T0 + 5)
-    append(run / "metrics.jsonl", row(3, time=T0 + 9))
+    write_rows(run, row(3, time=T0 + 9))
     reader.poll()
     assert SnapshotStream(reader).snapshot()["machines"][0]["spans"] == [[T0 + 1, None]]
 
@@ -609,10 +611,9 @@ def test_clocks_of_machines_are_not_compared(tmp_path: Path, off_s: float) -> No
 
     def train(steps: range, *ranks: int) -> dict[str, Any]:
         for step in steps:
-            append(run / "metrics.jsonl", *(row(step, rank, time=T0 + step + rank * off_s) for rank in ranks))
-            append(run / "metrics.jsonl", row(step, 2, role="server"))
-        for path in run.iterdir():
-            aged(path, T0 + steps[-1])
+            write_rows(run, *(row(step, rank, time=T0 + step + rank * off_s) for rank in ranks))
+            write_rows(run, row(step, 2, role="server"))
+        aged(run, T0 + steps[-1])
         return snapshot_of(run, now=T0 + steps[-1] + 1)
 
     told = train(range(1, 21), 0, 1)
@@ -622,16 +623,14 @@ def test_clocks_of_machines_are_not_compared(tmp_path: Path, off_s: float) -> No
     assert line["wall_s"] == 21
     assert states(train(range(21, 41), 0))["worker 1"] == "silent"
     assert states(train(range(41, 43), 0, 1))["worker 1"] == "training"
-    (run / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 43}), encoding="utf-8")
+    summarize(run, status="finished", finished=T0 + 43)
     assert snapshot_of(run, now=T0 + 50)["status"] == "finished"
 
 
 def test_a_clock_that_is_set_back_stops_nothing(tmp_path: Path) -> None:
-    run = configure(tmp_path / "run", workers=1)
-    append(run / "metrics.jsonl", *(row(step) for step in range(1, 1001)))
-    append(run / "metrics.jsonl", *(row(step, time=T0 + step - 600) for step in range(1001, 1021)))
-    for path in run.iterdir():
-        aged(path, T0 + 420)
+    run = configure(tmp_path / "run", *(row(step) for step in range(1, 1001)), workers=1)
+    write_rows(run, *(row(step, time=T0 + step - 600) for step in range(1001, 1021)))
+    aged(run, T0 + 420)
     told = snapshot_of(run, now=T0 + 421)
     assert states(told) == {"worker 0": "training"}
     (machine,) = told["machines"]
@@ -642,16 +641,15 @@ def test_a_clock_that_is_set_back_stops_nothing(tmp_path: Path) -> None:
         assert columns["step"] == sorted(columns["step"])
         assert columns["step"][-1] == 1020
         assert columns["loss"] == sorted(columns["loss"], reverse=True)
-    (run / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 421}), encoding="utf-8")
+    summarize(run, status="finished", finished=T0 + 421)
     assert snapshot_of(run, now=T0 + 430)["status"] == "finished"
 
 
 def test_numbers_of_a_long_run_are_those_of_now(tmp_path: Path) -> None:
     """A point of its curves stands for many rows."""
-    run = configure(tmp_path / "run", workers=1, steps=10**6)
-    append(run / "metrics.jsonl", *(row(step) for step in range(1, 5001)))
+    run = configure(tmp_path / "run", *(row(step) for step in range(1, 5001)), workers=1, steps=10**6)
     slow = {"tokens_per_s": 10.0, "step_time_s": 4.0, "staleness": 3.0}
-    append(run / "metrics.jsonl", *(row(step, **slow) for step in range(5001, 5011)))
+    write_rows(run, *(row(step, **slow) for step in range(5001, 5011)))
     aged(run / "metrics.jsonl", T0 + 5010)
     told = snapshot_of(run, now=T0 + 5011)
     assert told["curves"]["joined"]["stride"] > 8
@@ -665,13 +663,14 @@ def test_time_that_a_machine_was_gone_is_no_pause_of_its(tmp_path: Path, elastic
     later = T0 + 86_400
     times = [*range(1, 6), *(86_400 + s for s in range(6, 9))]
     rows = (row(step, time=T0 + s, bytes_sent=0, bytes_received=0) for step, s in enumerate(times, start=1))
-    append(run / "metrics.jsonl", *rows)
+    write_rows(run, *rows)
     if elastic:
         append(run / "history.jsonl", begin(0), member("joined", 0, 0), member("left", 0, 6, "killed"))
         append(run / "history.jsonl", member("joined", 0, 86_400))
-    for path in run.iterdir():
-        aged(path, T0 if elastic and path.name == "config.yaml" else later)
+    aged(run, later)
     aged(run / "metrics.jsonl", later + 8)
+    if elastic:
+        aged(run / "config.yaml", T0)
     assert snapshot_of(run, now=later + 9)["status"] == "training"
     assert snapshot_of(run, now=later + 60)["status"] == "silent"
 
@@ -679,10 +678,9 @@ def test_time_that_a_machine_was_gone_is_no_pause_of_its(tmp_path: Path, elastic
 def test_a_mesh_run_that_failed_names_who_died(tmp_path: Path) -> None:
     run = configure(tmp_path / "mesh")
     for step in range(1, 4):
-        append(run / "metrics.jsonl", row(step, 0), row(step, 1))
+        write_rows(run, row(step, 0), row(step, 1))
     append(run / "logs" / "worker-rank0-mini.log", log("worker, rank 0, starts as process 9", rank=0))
-    summary = {"status": "failed", "error": "worker rank 1 failed: killed by SIGKILL", "finished": T0 + 4}
-    (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    summarize(run, status="failed", error="worker rank 1 failed: killed by SIGKILL", finished=T0 + 4)
     told = snapshot_of(run)
     assert states(told) == {"worker 0": "stopped", "worker 1": "lost"}
     assert told["shape"] == "ring"
@@ -696,13 +694,12 @@ def test_a_machine_that_is_only_expected_is_there(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_is_read_from_the_beginning(tmp_path: Path) -> None:
-    run = configure(tmp_path / "run", workers=1)
-    append(run / "metrics.jsonl", *(row(step) for step in range(1, 11)))
+    run = configure(tmp_path / "run", *(row(step) for step in range(1, 11)), workers=1)
     reader = reader_of(run)
     stream = SnapshotStream(reader)
     assert (stream.changes() or {})["whole"]
     truncate_metrics(run / "metrics.jsonl", after_step=4)
-    append(run / "metrics.jsonl", row(5, loss=9.0))
+    write_rows(run, row(5, loss=9.0))
     reader.poll()
     told = stream.changes()
     assert told["whole"]
@@ -711,16 +708,14 @@ def test_a_resumed_run_is_read_from_the_beginning(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_diverged_is_a_gap_and_an_event(tmp_path: Path) -> None:
-    run = configure(tmp_path / "run", workers=1)
-    append(run / "metrics.jsonl", row(1), row(2, loss="nan"), row(3, loss="nan"), row(4))
+    run = configure(tmp_path / "run", row(1), row(2, loss="nan"), row(3, loss="nan"), row(4), workers=1)
     told = snapshot_of(run)
     assert told["curves"]["rank0"]["columns"]["loss"] == [5.0, None, None, 1.25]
     assert [event["text"] for event in told["events"]] == ["the loss of worker 0 is nan at step 2"]
 
 
 def test_an_evaluation_that_diverged_is_not_hidden_behind_the_one_before(tmp_path: Path) -> None:
-    run = configure(tmp_path / "run", workers=1)
-    append(run / "metrics.jsonl", row(1, val_loss=2.0), row(2, val_loss="nan"), row(3))
+    run = configure(tmp_path / "run", row(1, val_loss=2.0), row(2, val_loss="nan"), row(3), workers=1)
     told = snapshot_of(run)
     assert (told["numbers"]["val_loss"], told["numbers"]["best_val_loss"]) == (None, 2.0)
     assert told["curves"]["val"]["columns"]["val_loss"] == [2.0, None]
@@ -738,19 +733,18 @@ def test_metrics_of_a_task_have_a_number_each(tmp_path: Path) -> None:
 
 
 def test_metrics_of_a_task_have_a_curve_each_and_stand_in_the_terminal(tmp_path: Path) -> None:
-    run = configure(tmp_path / "run", workers=1)
-    append(run / "metrics.jsonl", row(1, val_f1=0.5, val_loss=2.0))
+    run = configure(tmp_path / "run", row(1, val_f1=0.5, val_loss=2.0), workers=1)
     reader = RunReader(run, now=lambda: T0 + 3)
     reader.poll()
     stream = SnapshotStream(reader)
     stream.changes()
-    append(run / "metrics.jsonl", row(2, val_f1=0.75, val_wer=2.0), row(3))
+    write_rows(run, row(2, val_f1=0.75, val_wer=2.0), row(3))
     reader.poll()
     changes = stream.changes()
     assert changes["curves"]["val_f1"] == {"from": 1, "stride": 1, "rows": 2, "columns": columns("val_f1", 2, 0.75)}
     assert changes["curves"]["val_wer"] == {"from": 0, "stride": 1, "rows": 1, "columns": columns("val_wer", 2, 2.0)}
     assert "f1 0.7500  wer 2.0000" in drawn(stream.snapshot())
-    append(run / "metrics.jsonl", row(4, **{f"val_{n}": 1.0 for n in range(100)}))
+    write_rows(run, row(4, **{f"val_{n}": 1.0 for n in range(100)}))
     told = snapshot_of(run)
     assert len([name for name in told["curves"] if name.startswith("val_")]) == MAX_METRICS
     text = drawn(told, width=60)
@@ -764,11 +758,10 @@ def columns(field: str, step: int, value: float) -> dict[str, list[float]]:
 
 def test_steps_that_were_skipped_are_told(tmp_path: Path) -> None:
     """All ranks skip the same ones."""
-    run = configure(tmp_path / "run", workers=2)
-    append(run / "metrics.jsonl", *(row(1, rank) for rank in (0, 1)))
+    run = configure(tmp_path / "run", *(row(1, rank) for rank in (0, 1)), workers=2)
     assert snapshot_of(run)["numbers"]["skipped"] == 0
     assert "skipped" not in drawn(snapshot_of(run))
-    append(run / "metrics.jsonl", *(row(2, rank, skipped=3) for rank in (0, 1)))
+    write_rows(run, *(row(2, rank, skipped=3) for rank in (0, 1)))
     assert snapshot_of(run)["numbers"]["skipped"] == 3
     assert "3 skipped" in drawn(snapshot_of(run))
 
@@ -819,8 +812,7 @@ def test_who_watched_a_checkpoint_go_sees_what_one_sees_who_comes_later(tmp_path
 
 
 def test_lines_that_are_not_what_they_should_be_are_left_out(tmp_path: Path) -> None:
-    run = configure(tmp_path / "run", workers=1)
-    append(run / "metrics.jsonl", row(1))
+    run = configure(tmp_path / "run", row(1), workers=1)
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "ra\n[]\n\xff\xfe\n"x"\n' + b"[" * 3000 + b"\n")
     broken: list[dict[str, Any]] = [
@@ -829,7 +821,7 @@ def test_lines_that_are_not_what_they_should_be_are_left_out(tmp_path: Path) -> 
         {"step": 4, "rank": 0, "time": T0 + 4, "loss": 1.0, "machine": {"device": "x" * 10_000, "load": "high"}},
         *({"step": 1, "rank": rank} for rank in range(5, 3000)),
     ]  # fmt: skip
-    append(run / "metrics.jsonl", *broken)
+    write_rows(run, *broken)
     append(run / "history.jsonl", {"kind": "member"}, {"kind": "member", "rank": [1]}, {"kind": "begin", "time": "x"})
     append(run / "logs" / "worker-rank0-a.log", {"level": "ERROR", "message": ["<b>"], "time": 5, "rank": "x"})
     (run / "summary.json").write_text("[1]", encoding="utf-8")
@@ -857,7 +849,7 @@ def damaged_run(run: Path, chance: random.Random) -> None:
     configure(run, steps=steps, workers=json.dumps(workers), strategy=chance.choice(("edp", "pipeline", "allreduce")))
     for step in range(1, 9):
         good = row(step, chance.choice((0, 1)), role=chance.choice(("server", "worker", "worker")))
-        append(run / "metrics.jsonl", good | {name: odd() for name in chance.sample(FIELDS_OF_A_ROW, 4)})
+        write_rows(run, good | {name: odd() for name in chance.sample(FIELDS_OF_A_ROW, 4)})
     for event in ("joined", "left", "evicted", 1):
         said = {"kind": chance.choice(("begin", "member")), "event": event, "time": odd(T0), "rank": odd(0, 1)}
         append(run / "history.jsonl", said | {"reason": odd(), "next_step": odd(3)})
@@ -869,7 +861,7 @@ def damaged_run(run: Path, chance: random.Random) -> None:
     (saved / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     names = ("status", "error", "finished", "steps", "train_loss", "val_loss", "tokens_per_s", "workers", "strategy")
     if chance.random() < 0.3:
-        (run / "summary.json").write_text(json.dumps({name: odd() for name in names}), encoding="utf-8")
+        summarize(run, **{name: odd() for name in names})
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -883,9 +875,8 @@ def test_damaged_rows_are_drawn_without_what_cannot_be_drawn(seed: int, tmp_path
 
 
 def test_counts_that_no_machine_can_have_do_not_stop_the_reader(tmp_path: Path) -> None:
-    run = configure(tmp_path / "run", workers=1)
-    append(run / "metrics.jsonl", *(row(step, bytes_sent=1e308 * (step % 2)) for step in range(1, 7)))
-    append(run / "metrics.jsonl", row(7, loss=10**400), row(8, loss="inf"), row(9, time=1e300), row(10))
+    run = configure(tmp_path / "run", *(row(step, bytes_sent=1e308 * (step % 2)) for step in range(1, 7)), workers=1)
+    write_rows(run, row(7, loss=10**400), row(8, loss="inf"), row(9, time=1e300), row(10))
     told = snapshot_of(run)
     assert (told["numbers"]["step"], told["numbers"]["loss"]) == (10, 0.5)
     assert told["curves"]["joined"]["columns"]["loss"].count(None) == 2
@@ -955,9 +946,9 @@ def test_changes_lead_to_the_same_picture(tmp_path_factory: pytest.TempPathFacto
     for _ in range(25):
         for _ in range(chance.randrange(4)):
             step += 1
-            append(run / "metrics.jsonl", row(step, chance.randrange(3), loss=chance.random()))
+            write_rows(run, row(step, chance.randrange(3), loss=chance.random()))
             if chance.random() < 0.2:
-                append(run / "metrics.jsonl", row(step, 3, role="server", val_loss=chance.random()))
+                write_rows(run, row(step, 3, role="server", val_loss=chance.random()))
         if chance.random() < 0.3:
             append(
                 run / "history.jsonl", member(chance.choice(["joined", "left", "evicted"]), chance.randrange(3), step)
@@ -1099,7 +1090,7 @@ def test_a_run_without_a_summary_is_listed_as_its_own_page_tells_it(
     monkeypatch.setattr(
         "smolcluster.dashboard.runs.LAST_BYTES", last_bytes
     )  # a long run is not read whole for its line
-    append(elastic / "metrics.jsonl", row(6, 2, role="server", val_loss=2.5, time=T0 + 6))
+    write_rows(elastic, row(6, 2, role="server", val_loss=2.5, time=T0 + 6))
     aged(elastic / "metrics.jsonl", T0 + 6)
     told = snapshot_of(elastic, now=T0 + 6 + after_s)
     (line,) = RunFolder(elastic.parent, now=lambda: T0 + 6 + after_s).list()
@@ -1176,7 +1167,7 @@ def test_a_frame_tells_what_the_page_tells(elastic: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 50, 60, 70, 80, 90])
 def test_what_does_not_fit_is_left_out_and_nothing_is_cut(elastic: Path, width: int) -> None:
-    append(elastic / "metrics.jsonl", row(6, 2, role="server", val_loss=2.5, time=T0 + 6, bytes_sent=10**8))
+    write_rows(elastic, row(6, 2, role="server", val_loss=2.5, time=T0 + 6, bytes_sent=10**8))
     told = snapshot_of(elastic, now=T0 + 7)
     assert drawn(told, width=200).count("…") == 0
     text = drawn(told | {"name": "a-name-of-some-length-as-people-give-them", "events": []}, width=width, height=24)
@@ -1195,14 +1186,13 @@ def test_a_frame_fits(elastic: Path, width: int, height: int) -> None:
 
 
 def test_names_from_a_run_cannot_steer_the_terminal(elastic: Path) -> None:
-    append(elastic / "metrics.jsonl", row(6, 0, host="\x1b[2Jevil"))
+    write_rows(elastic, row(6, 0, host="\x1b[2Jevil"))
     append(elastic / "history.jsonl", member("left", 0, 6, "\x1b]0;evil\x07"))
     text = drawn(snapshot_of(elastic, now=T0 + 7))
     assert "evil" in text
     assert "\x1b" not in text
     assert "\x07" not in text
-    status = {"status": "\x1b]0;evil\x07", "error": "\x1b[2Jevil", "finished": T0 + 9}
-    (elastic / "summary.json").write_text(json.dumps(status), encoding="utf-8")
+    summarize(elastic, status="\x1b]0;evil\x07", error="\x1b[2Jevil", finished=T0 + 9)
     text = drawn(snapshot_of(elastic, now=T0 + 10))
     assert "evil" in text
     assert "\x1b" not in text

@@ -19,7 +19,7 @@ import pytest
 from tests.dashboard_client import Viewer, get, get_json, raw
 from tests.places import eventually
 from tests.server_thread import served
-from tests.unit.run_folder import append, configure, folder_of_runs, row
+from tests.unit.run_folder import configure, folder_of_runs, row, write_rows
 
 from smolcluster.cli.dashboard import dashboard
 from smolcluster.dashboard import app as dashboard_app
@@ -228,7 +228,7 @@ def test_a_viewer_gets_the_picture_and_then_the_changes(port: int, folder: Path)
     viewer = Viewer(port)
     _, first, told = viewer.next("snapshot")
     assert told["numbers"]["step"] == 5
-    append(folder / "new" / "metrics.jsonl", row(6, loss=0.25))
+    write_rows(folder / "new", row(6, loss=0.25))
     _, second, news = viewer.next("changes")
     assert news["numbers"]["loss"] == 0.25
     assert news["curves"]["joined"]["from"] == 5
@@ -243,7 +243,7 @@ def test_a_viewer_that_comes_back_gets_what_it_missed(port: int, folder: Path) -
     _, place, _ = viewer.next("snapshot")
     viewer.close()
     for step in (6, 7):
-        append(folder / "new" / "metrics.jsonl", row(step))
+        write_rows(folder / "new", row(step))
         watching.next("changes")
     again = Viewer(port, last_event_id=place)
     kinds = [again.next("changes", "snapshot") for _ in range(2)]
@@ -264,7 +264,7 @@ def test_who_fell_behind_the_ring_gets_a_snapshot(folder: Path, monkeypatch: pyt
         watching = Viewer(port)
         _, place, _ = watching.next("snapshot")
         for step in range(6, 10):
-            append(folder / "new" / "metrics.jsonl", row(step))
+            write_rows(folder / "new", row(step))
             watching.next("changes")
         late = Viewer(port, last_event_id=place)
         kind, _, told = late.next("changes", "snapshot")
@@ -295,7 +295,7 @@ def test_who_looks_at_a_run_that_cannot_be_followed_is_not_told_that_it_is_live(
                     broken.set()
             assert broken.is_set(), "it was alive, and then the stream ended"
             broken.clear()
-            append(folder / "new" / "metrics.jsonl", row(6, loss=0.25))
+            write_rows(folder / "new", row(6, loss=0.25))
             again = channel.frames(None)
             async for frame in again:
                 if b'"loss":0.25' in frame:
@@ -324,9 +324,9 @@ def test_what_a_script_asked_for_is_told_to_a_viewer_once(folder: Path, monkeypa
         channel = await hub.Hub(RunFolder(folder)).channel("new")
         async with asyncio.timeout(60):
             await until_frame(channel.frames(None), b"event: snapshot")
-            append(folder / "new" / "metrics.jsonl", row(6))
+            write_rows(folder / "new", row(6))
             await until_frame(channel.frames(None), b"event: changes")  # the snapshot that is kept is an old one now
-            append(folder / "new" / "metrics.jsonl", row(7, loss="nan"))
+            write_rows(folder / "new", row(7, loss="nan"))
             assert (await channel.snapshot())["events"][-1]["text"] == "the loss of worker 0 is nan at step 7"
             seen = await until_frame(channel.frames(None), b"event: beat")
             assert seen.count(b"the loss of worker 0 is nan") == 1
@@ -442,7 +442,7 @@ def test_viewers_are_told_when_the_dashboard_ends(folder: Path) -> None:
     with serving(folder) as port:
         viewer = Viewer(port)
         viewer.next("snapshot")
-        append(folder / "new" / "metrics.jsonl", row(6))
+        write_rows(folder / "new", row(6))
     kind, _, news = viewer.next("changes", "bye")
     assert (kind, news["numbers"]["step"]) == ("changes", 6)  # the last change, however late
     assert viewer.next("bye")[0] == "bye"
