@@ -38,7 +38,7 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError
 from smolcluster.launch.join.worker import _LogPusher
 from smolcluster.observe.events import Event, Notice, RunStarted
-from smolcluster.observe.log_queue import PRINTED, LogEntry, LogPosition, LogQueue, entries_in
+from smolcluster.observe.log_queue import PRINTED, LogPosition, LogQueue, entries_in
 from smolcluster.observe.logs import reset_logging, setup_logging
 from smolcluster.observe.loki import (
     LokiClient,
@@ -769,12 +769,6 @@ def test_a_real_loki_has_every_line_once(path: Path, tmp_path: Path) -> None:
 
     eventually(lambda: len(arrived()) >= 500)
     assert arrived() == text_of(path).splitlines()
-
-
-def test_an_entry_is_what_it_seems() -> None:
-    (entry,) = entries_in(record(1.0, "hello", "ERROR"), LogPosition(100, 0))
-    assert isinstance(entry, LogEntry)
-    assert (entry.level, entry.logger, entry.end) == ("ERROR", "x", 100 + len(record(1.0, "hello", "ERROR")))
 
 
 def test_a_server_that_drips_is_cut_off() -> None:
