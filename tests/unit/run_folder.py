@@ -9,6 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from smolcluster.dashboard.run_reader import RunReader
+from smolcluster.dashboard.snapshot_stream import SnapshotStream
+from smolcluster.dashboard.terminal import frame
+
 T0 = 1_700_000_000.0
 
 
@@ -91,3 +97,24 @@ def folder_of_runs(tmp_path: Path) -> Path:
     configure(runs / ".hidden")
     (runs / "empty").mkdir()
     return runs
+
+
+def reader_of(run: Path, *, now: float = T0 + 10) -> RunReader:
+    reader = RunReader(run, now=lambda: now)
+    reader.poll_to_the_end()
+    return reader
+
+
+def snapshot_of(run: Path, **options: Any) -> dict[str, Any]:
+    return SnapshotStream(reader_of(run, **options)).snapshot()
+
+
+def states(told: dict[str, Any]) -> dict[str, str]:
+    return {machine["name"]: machine["state"] for machine in told["machines"]}
+
+
+def drawn(told: dict[str, Any], *, width: int = 120, height: int = 40, unicode: bool = True) -> str:
+    console = Console(width=width, height=height, highlight=False)
+    with console.capture() as capture:
+        console.print(frame(told, width=width, height=height, unicode=unicode))
+    return capture.get()

@@ -19,7 +19,7 @@ import pytest
 from tests.dashboard_client import Viewer, get, get_json, raw
 from tests.places import eventually
 from tests.server_thread import served
-from tests.unit.run_folder import configure, folder_of_runs, row, write_rows
+from tests.unit.run_folder import configure, row, write_rows
 
 from smolcluster.cli.dashboard import dashboard
 from smolcluster.dashboard import app as dashboard_app
@@ -29,12 +29,6 @@ from smolcluster.dashboard.runs import RunFolder
 from smolcluster.errors import MissingExtra, UserError
 from smolcluster.web.guard import HEADERS, Guard, check_token
 from smolcluster.web.server import url_of
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return folder_of_runs(tmp_path)
-
 
 # Who may ask --------------------------------------------------------------------------------------------------------
 
