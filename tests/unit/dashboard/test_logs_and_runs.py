@@ -14,8 +14,6 @@ from smolcluster.dashboard.runs import NoSuchRun, RunFolder, compare
 from smolcluster.dashboard.server import choose
 from smolcluster.errors import UserError
 
-# Logs ---------------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def logged(tmp_path: Path) -> Path:
