@@ -447,6 +447,8 @@ def test_checkpoints(tmp_path: Path) -> None:
         "checkpoint of step 10, the best so far",
         "checkpoint of step 20",
     ]
-    (run / "checkpoints" / "step-00000020" / "manifest.json").write_text("{}")  # it does not tell when
+    sizes = f'{{"files": {{"a": {{"size": {"9" * 4000}}}, "b": {{"size": 5}}}}}}'  # a damaged one
+    (run / "checkpoints" / "step-00000020" / "manifest.json").write_text(sizes)  # it does not tell when
     aged(run / "checkpoints" / "step-00000020", T0)
-    assert snapshot_of(run)["events"][0]["time"] == T0
+    told = snapshot_of(run)
+    assert (told["events"][0]["time"], told["checkpoints"][1]["bytes"]) == (T0, 5)

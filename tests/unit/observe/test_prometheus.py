@@ -18,7 +18,7 @@ from tests.unit.samples import logged, started
 from smolcluster.observe import prometheus
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 from smolcluster.observe.observer import Observer
-from smolcluster.observe.prometheus import METRICS, PrometheusSink, port_of, run_name_of
+from smolcluster.observe.prometheus import METRICS, PrometheusSink, run_name_of
 
 STARTED = started(host="pi5", run_dir="runs/my-run", steps=300)
 ROW = logged(
@@ -130,11 +130,6 @@ def test_numbers_and_names_that_need_care() -> None:
     sink.close()
     assert run_name_of(STARTED, server="h:1") == "my-run"
     assert run_name_of(replace(STARTED, run_dir=""), server="h:1") == "h:1"
-
-
-def test_ports_of_a_machine() -> None:
-    assert port_of(9464, role="server", local_rank=0) == 9464
-    assert [port_of(9464, role="worker", local_rank=rank) for rank in range(3)] == [9465, 9466, 9467]
 
 
 def test_a_port_that_cannot_be_had_is_an_error(sink: PrometheusSink) -> None:
