@@ -21,7 +21,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smolcluster.data.dataset import Dataset, Indices
+from smolcluster.data.dataset import Dataset
+from smolcluster.data.sampler import Indices
 from smolcluster.tasks.gpt import GPTTask
 
 FOLDER = "SMOLBENCH_COUNTS"

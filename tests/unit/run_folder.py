@@ -9,6 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from smolcluster.dashboard.run_reader import RunReader
+from smolcluster.dashboard.snapshot_stream import SnapshotStream
+from smolcluster.dashboard.terminal import frame
+
 T0 = 1_700_000_000.0
 
 
@@ -27,15 +33,30 @@ def append(path: Path, *rows: dict[str, Any]) -> None:
         file.writelines(json.dumps(fields) + "\n" for fields in rows)
 
 
-def configure(run: Path, *, strategy: str = "allreduce", workers: int = 2, steps: int = 100, more: str = "") -> Path:
+def configure(
+    run: Path, *some: dict[str, Any], strategy: str = "allreduce", workers: int = 2, steps: int = 100, more: str = ""
+) -> Path:
+    """Make a run directory with its configuration, and these rows."""
     run.mkdir(parents=True, exist_ok=True)
     text = f"strategy:\n  name: {strategy}\ncluster:\n  num_workers: {workers}\ntraining:\n  steps: {steps}\n{more}"
     (run / "config.yaml").write_text(text, encoding="utf-8")
+    if some:
+        write_rows(run, *some)
     return run
 
 
+def write_rows(run: Path, *some: dict[str, Any]) -> None:
+    append(run / "metrics.jsonl", *some)
+
+
+def summarize(run: Path, **fields: Any) -> None:
+    (run / "summary.json").write_text(json.dumps(fields), encoding="utf-8")
+
+
 def aged(path: Path, when: float) -> None:
-    os.utime(path, (when, when))
+    """Set the time of a file, or of all files below a folder."""
+    for file in (path, *path.rglob("*")):
+        os.utime(file, (when, when))
 
 
 def member(event: str, rank: int, when: float, reason: str = "") -> dict[str, Any]:
@@ -65,11 +86,10 @@ def folder_of_runs(tmp_path: Path) -> Path:
     runs = tmp_path / "runs"
     for name, when in (("old", 1), ("new", 2)):
         run = configure(runs / name, workers=1)
-        append(run / "metrics.jsonl", *(row(step) for step in range(1, 6)))
+        write_rows(run, *(row(step) for step in range(1, 6)))
+        aged(run, T0 + when)
         append(run / "logs" / "worker-rank0-a.log", log("hello <b>world</b>", "ERROR"))
-        for path in run.iterdir():
-            aged(path, T0 + when)
-    (runs / "old" / "summary.json").write_text('{"status": "finished", "strategy": "edp", "train_loss": 1.5}')
+    summarize(runs / "old", status="finished", strategy="edp", train_loss=1.5)
     aged(runs / "old" / "summary.json", T0 + 1)
     configure(tmp_path / "outside")
     if sys.platform != "win32":
@@ -77,3 +97,24 @@ def folder_of_runs(tmp_path: Path) -> Path:
     configure(runs / ".hidden")
     (runs / "empty").mkdir()
     return runs
+
+
+def reader_of(run: Path, *, now: float = T0 + 10) -> RunReader:
+    reader = RunReader(run, now=lambda: now)
+    reader.poll_to_the_end()
+    return reader
+
+
+def snapshot_of(run: Path, **options: Any) -> dict[str, Any]:
+    return SnapshotStream(reader_of(run, **options)).snapshot()
+
+
+def states(told: dict[str, Any]) -> dict[str, str]:
+    return {machine["name"]: machine["state"] for machine in told["machines"]}
+
+
+def drawn(told: dict[str, Any], *, width: int = 120, height: int = 40, unicode: bool = True) -> str:
+    console = Console(width=width, height=height, highlight=False)
+    with console.capture() as capture:
+        console.print(frame(told, width=width, height=height, unicode=unicode))
+    return capture.get()

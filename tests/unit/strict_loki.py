@@ -281,3 +281,12 @@ def every_line_once(loki: StrictLoki, log: str, host: str) -> None:
         missing, added = Counter(written) - Counter(arrived), Counter(arrived) - Counter(written)
         where = "nothing but their order differs" if not (missing or added) else ""
         raise AssertionError(f"{host}: missing {dict(missing)}, too many {dict(added)} {where}")
+
+
+_MOMENT = "2026-03-01T12:00:{:06.3f}Z"
+
+
+def record(seconds: float, message: str = "", level: str = "INFO") -> bytes:
+    """A line of a log."""
+    fields = {"time": _MOMENT.format(seconds), "level": level, "logger": "x", "message": message}
+    return json.dumps(fields).encode() + b"\n"

@@ -61,7 +61,7 @@ class RunChannel:
         self._stream = SnapshotStream(reader)
         self.viewers = 0
         self.closing = False
-        self._boot = secrets.token_hex(4)  # tells our numbers from those of an earlier process
+        self._boot = secrets.token_hex(4)  # distinguishes our numbers from those of an earlier process
         self._number = 0
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=RING)
         self._snapshot: tuple[int, bytes] | None = None

@@ -159,7 +159,7 @@ class SnapshotStream:
             "sent_per_s": round(count.sent_per_s) if moving else 0,
             "received_per_s": round(count.received_per_s) if moving else 0,
             "losses": record.losses,
-            "heard": _rounded(last.get("time")),
+            "last_seen": _rounded(last.get("time")),
             "spans": [[_rounded(start), _rounded(end if end is not None else over)] for start, end in record.spans],
         }
 

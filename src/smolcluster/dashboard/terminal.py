@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +31,7 @@ from smolcluster.dashboard.snapshot_stream import SnapshotStream
 from smolcluster.observe.live import bar
 from smolcluster.observe.machine import describe_machine
 from smolcluster.observe.plot import loss_plot
-from smolcluster.observe.text import clock, duration, encodable, number, printable, short, size
+from smolcluster.observe.text import clock, dumb_terminal, duration, number, printable, short, size, supports
 
 REFRESH_S = 1.0
 LOCAL_FACTS_S = 5.0
@@ -205,10 +204,10 @@ def _line(text: str, style: str = "") -> Text:
 def print_once(reader: RunReader, console: Console) -> None:
     reader.local_facts = describe_machine(ask_nvidia=True)
     reader.poll_to_the_end()
-    unicode = encodable("⣿●┤└─━╸", console.file) == "⣿●┤└─━╸"
+    unicode = supports(console.file, "⣿●┤└─━╸") and not dumb_terminal()
     snapshot = SnapshotStream(reader).snapshot()
     height = 40 + len(snapshot["machines"])
-    console.print(frame(snapshot, width=console.width, height=height, unicode=unicode and not _plain()))
+    console.print(frame(snapshot, width=console.width, height=height, unicode=unicode))
 
 
 def watch(find: Callable[[], RunReader | None], console: Console) -> None:
@@ -228,7 +227,3 @@ def watch(find: Callable[[], RunReader | None], console: Console) -> None:
                 )
             if reader is None or not reader.behind:
                 time.sleep(REFRESH_S)
-
-
-def _plain() -> bool:
-    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")

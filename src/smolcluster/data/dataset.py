@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
+from smolcluster.data.sampler import Indices
 from smolcluster.errors import UserError
 
-Indices = npt.NDArray[np.int64]
 Array = npt.NDArray[Any] | Tensor
 
 
@@ -33,16 +33,15 @@ class TokenDataset:
     Sample i reads tokens[i*T : i*T + T + 1]. Windows share only that one token: an epoch predicts each token once.
     """
 
-    def __init__(self, tokens: npt.NDArray[Any], seq_len: int) -> None:
+    def __init__(self, tokens: npt.NDArray[Any], seq_len: int, *, what: str = "the text") -> None:
         num_samples = (len(tokens) - 1) // seq_len
         if num_samples < 1:
             raise UserError(
-                f"the text has {len(tokens)} tokens, but one window of length {seq_len} needs {seq_len + 1}: "
-                "give more text or lower model.max_seq_len"
+                f"{what} has {len(tokens)} tokens, but one window of length {seq_len} needs {seq_len + 1}: "
+                "give more text, lower model.max_seq_len, or change data.val_fraction"
             )
         # Two views of the file as rows: a batch then copies whole rows, not single tokens.
         tokens = np.asarray(tokens)
-        self.seq_len = seq_len
         self._inputs = tokens[: num_samples * seq_len].reshape(num_samples, seq_len)
         self._targets = tokens[1 : num_samples * seq_len + 1].reshape(num_samples, seq_len)
 

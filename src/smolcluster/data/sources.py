@@ -74,6 +74,11 @@ class Sources:
     train: TextSource
     validation: TextSource | None
 
+    def whole_text(self) -> str:
+        """Return all text, for a tokenizer that is made from it."""
+        parts = [self.train] if self.validation is None else [self.train, self.validation]
+        return "".join(piece for source in parts for piece in source.chunks())
+
 
 def find_sources(config: DataConfig, *, progress: Progress | None = None) -> Sources:
     """Return the text of `config.name`; downloads it if it is missing and `config.download` is true."""

@@ -13,7 +13,6 @@ from smolcluster.data.download import fetch
 from smolcluster.data.names import default_tokenizer
 from smolcluster.data.sources import Sources, TextSource, find_sources
 from smolcluster.data.tokenizers import GPT2_NAMES, Tokenizer, find_gpt2_files, gpt2_cache_folder, load_tokenizer
-from smolcluster.errors import UserError
 
 GPT2_MIRROR = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 GPT2_SHA256 = {
@@ -41,35 +40,21 @@ def open_text(config: DataConfig, *, seq_len: int, progress: Progress | None = N
     else:
         train, val = tokens, _tokens(sources.validation, tokenizer, config=config, progress=progress)
     return TextData(
-        train=_windows(train, seq_len, what=f"the training part of {config.name}"),
-        val=_windows(val, seq_len, what=f"the validation part of {config.name}"),
+        train=TokenDataset(train, seq_len, what=f"the training part of {config.name}"),
+        val=TokenDataset(val, seq_len, what=f"the validation part of {config.name}"),
         tokenizer=tokenizer,
     )
-
-
-def _windows(tokens: Tokens, seq_len: int, *, what: str) -> TokenDataset:
-    if len(tokens) < seq_len + 1:
-        raise UserError(
-            f"{what} has {len(tokens)} tokens, but one window of length {seq_len} needs {seq_len + 1}: "
-            "give more text, lower model.max_seq_len, or change data.val_fraction"
-        )
-    return TokenDataset(tokens, seq_len)
 
 
 def _open_tokenizer(config: DataConfig, sources: Sources, *, progress: Progress | None) -> Tokenizer:
     name = config.tokenizer or default_tokenizer(config.name)
     place = config.tokenizer_root or config.root
     root = Path(place).expanduser() if place is not None else None
-
-    def whole_text() -> str:
-        both = [sources.train] if sources.validation is None else [sources.train, sources.validation]
-        return "".join(piece for source in both for piece in source.chunks())
-
     cache = gpt2_cache_folder(config.cache_dir)
     if name in GPT2_NAMES and config.download and find_gpt2_files(root, cache) is None:
         for file, sha256 in GPT2_SHA256.items():
             fetch([f"{GPT2_MIRROR}/{file}"], cache / file, sha256=sha256, progress=progress)
-    return load_tokenizer(name, root=root, text=whole_text, cache_dir=config.cache_dir)
+    return load_tokenizer(name, root=root, text=sources.whole_text, cache_dir=config.cache_dir)
 
 
 def _tokens(source: TextSource, tokenizer: Tokenizer, *, config: DataConfig, progress: Progress | None) -> Tokens:

@@ -77,10 +77,6 @@ class CharTokenizer:
         self.fingerprint = "chars-" + hashlib.sha256(self.chars.encode("utf-8", "surrogatepass")).hexdigest()
         self._codes = _code_points(self.chars)
 
-    @classmethod
-    def from_text(cls, text: str) -> CharTokenizer:
-        return cls(text)
-
     def encode(self, text: str) -> npt.NDArray[Any]:
         codes = _code_points(text)
         ids = np.minimum(np.searchsorted(self._codes, codes), self.vocab_size - 1)
@@ -247,7 +243,7 @@ def load_tokenizer(
                 "the tokenizer 'chars' is made from the training text, and there is none here; "
                 "give the path of the stored tokenizer"
             )
-        return CharTokenizer.from_text(text())
+        return CharTokenizer(text())
     if name in GPT2_NAMES:
         cache = gpt2_cache_folder(cache_dir)
         files = find_gpt2_files(root, cache)

@@ -98,6 +98,8 @@ class Role(ABC):
             from smolcluster.observe.loki import endpoint_of
 
             endpoint_of(self.config.logging.loki_url)  # report mistakes early
+        if self.config.logging.prometheus_port:
+            import smolcluster.observe.prometheus  # noqa: F401 - report a missing package early
         share_cores(self.spec.local_world_size)
         self.device = choose_device(self.config.training.device, local_rank=self.spec.local_rank)
         self.options, ignored = read_options(self.config.strategy, plane=self.spec.plane)

@@ -11,7 +11,7 @@ from typing import Protocol, TextIO
 
 from smolcluster.observe.events import Event, Notice, Progress, RunFinished, StepLogged
 from smolcluster.observe.run_state import RunState, StepLine, evaluation_parts, message, quantity, rate
-from smolcluster.observe.text import clock, encodable, number, printable
+from smolcluster.observe.text import clock, dumb_terminal, encodable, number, printable
 
 
 class Screen(Protocol):
@@ -29,16 +29,17 @@ class Screen(Protocol):
 
 
 class ConsoleSink:
-    """Shows the events of all ranks. `live` None: live on a terminal, unless NO_COLOR or TERM=dumb is set.
+    """Shows the events of all ranks: live on a terminal, unless NO_COLOR or TERM=dumb is set.
 
     `alone`: only the events of one worker of several arrive. A `Failed` event only marks its worker: the launcher reports the
     outcome of the run.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, live: bool | None = None, alone: bool = False) -> None:
+    def __init__(self, stream: TextIO | None = None, *, alone: bool = False) -> None:
         stream = stream or sys.stdout
         self._state = RunState(alone=alone)
-        make = _live_screen if _wants_live(stream, live) else PlainScreen
+        live = stream.isatty() and not os.environ.get("NO_COLOR") and not dumb_terminal()
+        make = _live_screen if live else PlainScreen
         self._screen: Screen | None = make(stream, self._state)
         self._noticed: dict[str, int | None] = {}  # before the first step: each notice, and the first rank that sent it
         self._training = False
@@ -120,13 +121,6 @@ def fields_of(line: StepLine) -> list[str]:
     if line.eta_s is not None:
         fields.append(f"eta {clock(line.eta_s)}")
     return fields
-
-
-def _wants_live(stream: TextIO, live: bool | None) -> bool:
-    if live is not None:
-        return live
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-    return stream.isatty() and not plain
 
 
 def _live_screen(stream: TextIO, state: RunState) -> Screen:

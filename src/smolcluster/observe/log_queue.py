@@ -101,7 +101,6 @@ class LogQueue:
         self._file: io.FileIO | None = None
         self._position = LogPosition(0, 0)
         self._seen = (0, "")  # length and digest of the file's head
-        self.notes: dict[str, str] = {}  # saved with the position, for later readers
 
     def claim(self) -> bool:
         """Lock the file for this reader. Return False where there is none, or another process has the lock."""
@@ -177,18 +176,16 @@ class LogQueue:
         try:
             known: dict[str, Any] = json.loads(self._saved.read_text(encoding="utf-8"))
             position, head = LogPosition(int(known["offset"]), int(known["time_ns"])), str(known["head"])
-            notes = {str(key): str(value) for key, value in known["told"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return self._beginning()
         if position.offset < 0 or head != self._head(min(position.offset, self._size())):
             return self._beginning()  # another file with the same name
-        self.notes = notes
         return LogPosition(min(position.offset, self._size()), position.time_ns)  # a lost end was sent
 
     def _save(self) -> None:
         position = self._position
         head = self._seen[1] or self._head(0)
-        known = {"offset": position.offset, "time_ns": position.time_ns, "head": head, "told": self.notes}
+        known = {"offset": position.offset, "time_ns": position.time_ns, "head": head}
         with replacing(self._saved, flush=False) as file:
             file.write(json.dumps(known).encode() + b"\n")
 

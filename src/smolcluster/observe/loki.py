@@ -47,7 +47,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from smolcluster.config.describe import hide_credentials
 from smolcluster.errors import UserError
-from smolcluster.observe.jsonl import json_object
+from smolcluster.observe.jsonl import json_object, lines_backwards
 from smolcluster.observe.log_queue import LogEntry, LogQueue
 from smolcluster.observe.logs import log_path
 from smolcluster.observe.observer import Sink
@@ -365,10 +365,8 @@ def start_pushing(
 ) -> Pusher:
     """Push this log from now on, and what earlier processes left in it. Raises `UserError` for a URL that is not valid."""
     endpoint = endpoint_of(url)
-    queue = LogQueue(path)
-    queue.notes["rank"] = "" if rank is None else str(rank)
     labels = labels_of(role=role, rank=rank, host=log_path("", role, rank, host).stem)
-    return Pusher(BatchSender(queue, LokiClient(endpoint), labels), timing=timing or LokiTiming())
+    return Pusher(BatchSender(LogQueue(path), LokiClient(endpoint), labels), timing=timing or LokiTiming())
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +395,7 @@ def push_rest(run_dir: str | Path, url: str, *, within_s: float = 30.0, timing: 
             if not queue.claim():
                 busy.append(path)
                 continue
-            sender = BatchSender(queue, client, _labels_of_file(path, queue))
+            sender = BatchSender(queue, client, _labels_of_file(path))
             failure = _send_all(sender, deadline=deadline, timing=timing or LokiTiming())
             lines, refused = lines + sender.lines, refused + sender.refused
             if failure:
@@ -449,19 +447,14 @@ def _logs_of(place: Path) -> list[Path]:
     return found
 
 
-def _labels_of_file(path: Path, queue: LogQueue) -> dict[str, str]:
-    """Return the labels that the process itself would use. A server's rank is not in its file's name."""
+def _labels_of_file(path: Path) -> dict[str, str]:
+    """Return the labels that the process itself would use. A server's rank is not in its file's name, but in its records."""
     match = _LOG_NAME.fullmatch(path.stem)
     if match is None:
         raise UserError(f"{path.name} is not the log of a server or a worker")
-    rank = match["rank"] or queue.notes.get("rank") or _first_rank(path)
-    return labels_of(role=match["role"], rank=rank, host=path.stem)
+    return labels_of(role=match["role"], rank=match["rank"] or _last_rank(path), host=path.stem)
 
 
-def _first_rank(path: Path) -> str:
-    with path.open("rb") as file:
-        for line in file.read(64 * 1024).split(b"\n"):
-            rank = (json_object(line) or {}).get("rank")
-            if isinstance(rank, int):
-                return str(rank)
-    return ""
+def _last_rank(path: Path) -> str:
+    records = (json_object(line) or {} for _, line in lines_backwards(path, path.stat().st_size))
+    return next((str(rank) for record in records if isinstance(rank := record.get("rank"), int)), "")

@@ -1,75 +1,72 @@
-"""Serve the metrics of every process of a run to Prometheus, at `http://HOST:PORT/metrics` in its text format.
+"""Serve the metrics of every process of a run to Prometheus, at `http://HOST:PORT/metrics` (extra `prometheus`).
 
     logging.prometheus_port = 9464      on every machine:  9464  the server
                                                            9465  its worker with local rank 0
                                                            9466  its worker with local rank 1, and so on
 
-A sink keeps the latest values, and a small HTTP server in a thread answers GET /metrics and GET /health, only for Host headers
-that name this machine: DNS rebinding does not work. It listens on loopback unless `logging.prometheus_host` is set; there
-anyone can read the numbers, and change nothing.
+A sink keeps the latest values and is a collector of `prometheus_client`, which writes them in Prometheus' text format. A small
+HTTP server in a thread answers GET /metrics and GET /health, only for Host headers that name this machine: DNS rebinding does
+not work. `prometheus_client` has a server too, without that check, a limit of clients and an idle timeout. Ours listens on
+loopback unless `logging.prometheus_host` is set; there anyone can read the numbers, and change nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import math
 import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+from smolcluster.errors import needed
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Event, RunStarted, StepLogged
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+with needed(extra="prometheus", purpose="logging.prometheus_port"):
+    from prometheus_client import generate_latest
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
 MAX_METRICS = 64  # of the task's own, from one evaluation
 _MAX_CLIENTS = 8  # concurrent; Prometheus is one
 _IDLE_S = 5.0  # timeout of a client that sends nothing
 _POLL_S = 0.1  # how soon the server notices a shutdown
 
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    kind: str
-    help: str
-    field: str = ""  # of StepLogged, where it is one of those
-
-
+# Name -> description, and field of StepLogged where it is one. Names of counters end in _total; the others are gauges.
 METRICS = {
-    "smolcluster_up": Metric("gauge", "1 while the process runs."),
-    "smolcluster_run_info": Metric("gauge", "1, with labels that describe the run."),
-    "smolcluster_planned_steps": Metric("gauge", "Steps of the whole run."),
-    "smolcluster_step": Metric("gauge", "The last step that was logged.", "step"),
-    "smolcluster_last_step_timestamp_seconds": Metric("gauge", "Time of that step, in seconds since 1970.", "time"),
-    "smolcluster_loss": Metric("gauge", "Training loss.", "loss"),
-    "smolcluster_val_loss": Metric("gauge", "Loss of the last evaluation.", "val_loss"),
-    "smolcluster_val_accuracy": Metric("gauge", "Accuracy of the last evaluation.", "val_accuracy"),
-    "smolcluster_val_metric": Metric("gauge", "Any other metric of the last evaluation, by the label metric."),
-    "smolcluster_learning_rate": Metric("gauge", "Learning rate.", "lr"),
-    "smolcluster_grad_norm": Metric("gauge", "Norm of the gradient before clipping.", "grad_norm"),
-    "smolcluster_samples_total": Metric("counter", "Samples since the start of training.", "samples"),
-    "smolcluster_tokens_total": Metric("counter", "Tokens since the start of training.", "tokens"),
-    "smolcluster_tokens_per_second": Metric("gauge", "Tokens per second, since the row before.", "tokens_per_s"),
-    "smolcluster_samples_per_second": Metric("gauge", "Samples per second, since the row before.", "samples_per_s"),
-    "smolcluster_step_seconds": Metric("gauge", "Duration of a step, mean since the row before.", "step_time_s"),
-    "smolcluster_compute_seconds": Metric("gauge", "Of that, computing.", "compute_s"),
-    "smolcluster_comm_seconds": Metric("gauge", "Of that, waiting for others.", "comm_s"),
-    "smolcluster_bytes_sent_total": Metric("counter", "Bytes sent since the start of the process.", "bytes_sent"),
-    "smolcluster_bytes_received_total": Metric("counter", "Bytes received since then.", "bytes_received"),
-    "smolcluster_staleness": Metric("gauge", "Age of gradients in steps, mean since the row before.", "staleness"),
-    "smolcluster_stale_rejected_total": Metric("counter", "Gradients refused as too old.", "stale_rejected"),
-    "smolcluster_skipped_total": Metric("counter", "Steps whose gradient was not finite, not applied.", "skipped"),
-    "smolcluster_members": Metric("gauge", "Workers that take part now, from the server."),
-    "smolcluster_checkpoint_step": Metric("gauge", "Step of the last checkpoint that was saved."),
-    "smolcluster_checkpoint_seconds": Metric("gauge", "Duration of writing it, beside training."),
-    "smolcluster_checkpoint_stall_seconds": Metric("gauge", "How long training was paused for it."),
-    "smolcluster_checkpoint_failures_total": Metric("counter", "Checkpoints that could not be saved."),
+    "smolcluster_up": ("1 while the process runs.", ""),
+    "smolcluster_run_info": ("1, with labels that describe the run.", ""),
+    "smolcluster_planned_steps": ("Steps of the whole run.", ""),
+    "smolcluster_step": ("The last step that was logged.", "step"),
+    "smolcluster_last_step_timestamp_seconds": ("Time of that step, in seconds since 1970.", "time"),
+    "smolcluster_loss": ("Training loss.", "loss"),
+    "smolcluster_val_loss": ("Loss of the last evaluation.", "val_loss"),
+    "smolcluster_val_accuracy": ("Accuracy of the last evaluation.", "val_accuracy"),
+    "smolcluster_val_metric": ("Any other metric of the last evaluation, by the label metric.", ""),
+    "smolcluster_learning_rate": ("Learning rate.", "lr"),
+    "smolcluster_grad_norm": ("Norm of the gradient before clipping.", "grad_norm"),
+    "smolcluster_samples_total": ("Samples since the start of training.", "samples"),
+    "smolcluster_tokens_total": ("Tokens since the start of training.", "tokens"),
+    "smolcluster_tokens_per_second": ("Tokens per second, since the row before.", "tokens_per_s"),
+    "smolcluster_samples_per_second": ("Samples per second, since the row before.", "samples_per_s"),
+    "smolcluster_step_seconds": ("Duration of a step, mean since the row before.", "step_time_s"),
+    "smolcluster_compute_seconds": ("Of that, computing.", "compute_s"),
+    "smolcluster_comm_seconds": ("Of that, waiting for others.", "comm_s"),
+    "smolcluster_bytes_sent_total": ("Bytes sent since the start of the process.", "bytes_sent"),
+    "smolcluster_bytes_received_total": ("Bytes received since then.", "bytes_received"),
+    "smolcluster_staleness": ("Age of gradients in steps, mean since the row before.", "staleness"),
+    "smolcluster_stale_rejected_total": ("Gradients refused as too old.", "stale_rejected"),
+    "smolcluster_skipped_total": ("Steps whose gradient was not finite, not applied.", "skipped"),
+    "smolcluster_members": ("Workers that take part now, from the server.", ""),
+    "smolcluster_checkpoint_step": ("Step of the last checkpoint that was saved.", ""),
+    "smolcluster_checkpoint_seconds": ("Duration of writing it, beside training.", ""),
+    "smolcluster_checkpoint_stall_seconds": ("How long training was paused for it.", ""),
+    "smolcluster_checkpoint_failures_total": ("Checkpoints that could not be saved.", ""),
 }
 
 
@@ -90,8 +87,7 @@ class PrometheusSink:
         if not 0 <= port < 65536:
             raise OSError(f"port {port} is not in 0..65535")
         self._labels = {"role": started.role, "rank": str(started.rank), "host": started.host, "run": run}
-        about = {"strategy": started.strategy, "task": started.task, "device": started.device}
-        self._info = self._labels | about
+        self._about = {"strategy": started.strategy, "task": started.task, "device": started.device}
         self._members = members
         self._values: dict[str, float] = {
             "smolcluster_up": 1,
@@ -125,27 +121,29 @@ class PrometheusSink:
         self._server.shutdown()
         self._server.server_close()
 
-    def text(self) -> str:
-        """Return the answer to a scrape."""
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """Yield every metric that has a value."""
         with self._lock:
             values, named = dict(self._values), dict(self._named)
         if self._members is not None:
             values["smolcluster_members"] = self._members()
-        values["smolcluster_run_info"] = 1
-        lines: list[str] = []
-        for name, metric in METRICS.items():
-            labels = self._info if name == "smolcluster_run_info" else self._labels
-            samples = [(labels, values[name])] if name in values else []
-            if name == "smolcluster_val_metric":
-                samples = [(labels | {"metric": label}, value) for label, value in named.items()]
-            if samples:
-                lines += metric_lines(name, metric.kind, metric.help, samples)
-        return "\n".join(lines) + "\n"
+        samples = {name: [(self._labels, value)] for name, value in values.items()}
+        samples["smolcluster_run_info"] = [(self._labels | self._about, 1)]
+        samples["smolcluster_val_metric"] = [
+            (self._labels | {"metric": label}, value) for label, value in named.items()
+        ]
+        for name, labelled in samples.items():
+            if labelled:
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                family = kind(name, METRICS[name][0], labels=list(labelled[0][0]))
+                for labels, value in labelled:
+                    family.add_metric(list(labels.values()), value)
+                yield family
 
     def _row(self, row: StepLogged) -> None:
         """Take a row. One that comes after later rows has a late evaluation: the rest of it is outdated."""
         late = row.step < self._values.get("smolcluster_step", 0)
-        named = {name: metric.field for name, metric in METRICS.items() if metric.field}
+        named = {name: field for name, (_, field) in METRICS.items() if field}
         values = {name: getattr(row, field) for name, field in named.items() if not late or field.startswith("val_")}
         self._set({name: value for name, value in values.items() if value is not None})
         if row.val_extra:
@@ -155,27 +153,6 @@ class PrometheusSink:
     def _set(self, values: Mapping[str, float]) -> None:
         with self._lock:
             self._values.update(values)
-
-
-def metric_lines(name: str, kind: str, about: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> list[str]:
-    """Return the lines of one metric, with its samples by their labels."""
-    labelled = [(f"{{{label_text(labels)}}}" if labels else "", value) for labels, value in samples]
-    values = [f"{name}{labels} {format_value(value)}" for labels, value in labelled]
-    return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", *values]
-
-
-def label_text(labels: Mapping[str, str]) -> str:
-    escape = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-    return ",".join(f'{name}="{value.translate(escape)}"' for name, value in labels.items())
-
-
-def format_value(value: float) -> str:
-    """Format a number as Prometheus does."""
-    if isinstance(value, int):
-        return str(value)
-    if math.isnan(value):
-        return "NaN"
-    return repr(value) if math.isfinite(value) else "+Inf" if value > 0 else "-Inf"
 
 
 def run_name_of(started: RunStarted, *, server: str) -> str:
@@ -242,16 +219,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self.server.knows(self.headers.get("Host")):
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "this machine does not have that name\n")
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this machine does not have that name\n")
         elif self.path == "/metrics":
-            self._answer(HTTPStatus.OK, self.server.sink.text(), CONTENT_TYPE)
+            self._answer(HTTPStatus.OK, generate_latest(self.server.sink), CONTENT_TYPE_PLAIN_0_0_4)
         elif self.path == "/health":
-            self._answer(HTTPStatus.OK, "ok\n")
+            self._answer(HTTPStatus.OK, b"ok\n")
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "only /metrics and /health exist\n")
+            self._answer(HTTPStatus.NOT_FOUND, b"only /metrics and /health exist\n")
 
-    def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8") -> None:
-        body = text.encode()
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import unicodedata
 from typing import IO
@@ -28,6 +29,11 @@ def encodable(text: str, stream: IO[str]) -> str:
 def supports(stream: IO[str], characters: str) -> bool:
     """Return whether the stream can encode these characters."""
     return encodable(characters, stream) == characters
+
+
+def dumb_terminal() -> bool:
+    """Return whether the terminal says that it understands no escape codes."""
+    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
 def short(value: float) -> str:

@@ -24,6 +24,7 @@ from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.checks import batch_size_of
 from smolcluster.engine.elastic.wal.journal import disk_bound
 from smolcluster.errors import UserError
+from smolcluster.observe.text import size
 from smolcluster.parallel.placement import Cost, Node, Seat, Shape
 from smolcluster.planner.candidates import ALONE, Choice
 from smolcluster.planner.memory_estimate import Activations, CannotEstimate, MemoryEstimate, PlannedRun, estimate_memory
@@ -269,8 +270,6 @@ def _with_activations(states: Held, alone: Peak) -> Peak:
 
 def limit_per_rank(device: torch.device, num_ranks: int, given: int | None) -> tuple[int, str]:
     """Return the most bytes for the tensors of one rank, and an explanation. `given`: memory of a rank."""
-    from smolcluster.observe.text import size
-
     process = PROCESS_BYTES.get(device.type, PROCESS_BYTES["cpu"]) + workspace_bytes(device)
     if given is not None:
         return given - process, f"{size(given)} for each rank, as given, less {size(process)} for its process"
@@ -282,27 +281,4 @@ def limit_per_rank(device: torch.device, num_ranks: int, given: int | None) -> t
         f"this machine has {size(total)}: {size(each)} for each of {num_ranks}, less {size(process)} for its process"
         if num_ranks > 1
         else f"this machine has {size(total)}, less {size(process)} for the process"
-    )
-
-
-def make_plan(
-    workload: Workload,
-    asked: Sequence[Choice],
-    *,
-    limit: int | None = None,
-    rows: Callable[[Sequence[Choice], Sequence[Activations]], list[Forecast]] | None = None,
-) -> MemoryPlan:
-    """Return the plan. `rows` makes the forecasts; by default in this process."""
-    configured = Activations(checkpointing=workload.config.training.gradient_checkpointing)
-    ways = [configured, *(way for way in WAYS if way != configured)]
-    limit_bytes, source = limit_per_rank(workload.device, len(workload.nodes), limit)
-    made = rows(asked, ways) if rows else [forecast(workload, choice, ways=ways) for choice in asked]
-    return MemoryPlan(
-        parameters=workload.shape.parameters,
-        ranks=len(workload.nodes),
-        device=str(workload.device),
-        limit=limit_bytes,
-        limit_source=source,
-        configured=configured,
-        rows=made,
     )

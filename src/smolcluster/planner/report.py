@@ -12,7 +12,7 @@ from smolcluster.config.schema import Config
 from smolcluster.config.strategies import check_name, record_of
 from smolcluster.planner.candidates import Choice, as_configured, choices
 from smolcluster.planner.estimate_pool import forecast_all
-from smolcluster.planner.forecast import Forecast, MemoryPlan, SeatMemory, Workload, make_plan
+from smolcluster.planner.forecast import WAYS, Forecast, MemoryPlan, SeatMemory, Workload, limit_per_rank
 from smolcluster.planner.memory_estimate import Activations
 from smolcluster.tasks.find import find_task
 
@@ -31,11 +31,17 @@ def plan_memory(
     asked = choose(config, ranks=ranks, plane=plane, only=only)
     device = choose_device(config.training.device)
     workload = Workload.open(config, find_task(config), num_ranks=ranks, device=device)
-    plan = make_plan(
-        workload,
-        asked,
-        limit=limit_bytes,
-        rows=lambda some, ways: forecast_all(workload, some, ways, on_progress=on_progress),
+    configured = Activations(checkpointing=config.training.gradient_checkpointing)
+    ways = [configured, *(way for way in WAYS if way != configured)]
+    most, source = limit_per_rank(device, ranks, limit_bytes)
+    plan = MemoryPlan(
+        parameters=workload.shape.parameters,
+        ranks=ranks,
+        device=str(device),
+        limit=most,
+        limit_source=source,
+        configured=configured,
+        rows=forecast_all(workload, asked, ways, on_progress=on_progress),
     )
     return to_dict(plan)
 

@@ -23,7 +23,7 @@ from tests.e2e.browser import CHROMIUM, chromium, lone_page, pages, until
 from tests.e2e.command import TINY, Running, Smol, read_rows
 from tests.places import at_most, eventually
 from tests.server_thread import served
-from tests.unit.run_folder import T0, aged, append, configure, log, row
+from tests.unit.run_folder import T0, aged, append, configure, log, row, summarize, write_rows
 from tests.world import TASKS
 
 from smolcluster.dashboard.runs import MAX_RUNS
@@ -49,14 +49,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("dashboard")
     for name, strategy in (("ended-a", "edp"), ("ended-b", "allreduce")):
         run = configure(path / "runs" / name, strategy=strategy)
-        append(run / "metrics.jsonl", *(row(step, rank, val_loss=2.0) for step in range(1, 30) for rank in (0, 1)))
+        write_rows(run, *(row(step, rank, val_loss=2.0) for step in range(1, 30) for rank in (0, 1)))
         append(
             run / "logs" / "worker-rank0-mini.log",
             log("begins"),
             log(SPITEFUL, "ERROR", 5),
             log("a warning", "WARNING", 6),
         )
-        (run / "summary.json").write_text(json.dumps({"status": "finished", "strategy": strategy, "finished": T0 + 30}))
+        summarize(run, status="finished", strategy=strategy, finished=T0 + 30)
     return path
 
 
@@ -304,13 +304,12 @@ def test_a_single_evaluation_is_in_the_middle_of_its_chart(url: str, open_page: 
 def test_skipped_steps_and_metrics_of_a_task_show_where_there_are_any(
     url: str, folder: Path, open_page: Callable[..., Any]
 ) -> None:
-    run = configure(folder / "runs" / "own", workers=1)
-    append(run / "metrics.jsonl", row(1, val_loss=2.0))
+    run = configure(folder / "runs" / "own", row(1, val_loss=2.0), workers=1)
     page = open_page(f"{url}#/own/overview")
     until(page, "document.querySelector('[data-tile=step] b').textContent === '1'")
     assert page.is_hidden("#metrics")
     assert page.query_selector("[data-tile=skipped]") is None
-    append(run / "metrics.jsonl", *(row(step, skipped=3, val_f1=step / 10, val_wer=0.5) for step in (2, 3)))
+    write_rows(run, *(row(step, skipped=3, val_f1=step / 10, val_wer=0.5) for step in (2, 3)))
     until(page, "document.querySelector('[data-tile=skipped] b')?.textContent === '3'")
     label = "document.querySelector('#metrics canvas').getAttribute('aria-label')"
     until(page, f"/^Metrics: f1 0.3\\d*, wer 0.5\\d*$/.test({label})")
@@ -358,8 +357,8 @@ def test_keys_change_the_view_from_a_box_too_and_a_view_begins_at_its_top(
 def test_nothing_is_cut_at_a_usual_width(url: str, folder: Path, open_page: Callable[..., Any]) -> None:
     run = configure(folder / "runs" / "wide", strategy="edp", workers=8)
     numbers = {"lr": 0.00012345, "val_loss": 2.0, "val_accuracy": 0.975}
-    append(run / "metrics.jsonl", *(row(s, r, **numbers) for s in (1, 2) for r in range(8)))
-    append(run / "metrics.jsonl", *(row(s, 8, role="server", **numbers) for s in (1, 2)))
+    write_rows(run, *(row(s, r, **numbers) for s in (1, 2) for r in range(8)))
+    write_rows(run, *(row(s, 8, role="server", **numbers) for s in (1, 2)))
     page = open_page(f"{url}#/wide/overview", viewport={"width": 1280, "height": 900})
     page.wait_for_selector("#links tbody tr:nth-child(16)")
     until(page, "document.querySelector('[data-tile=loss] small').textContent === 'lr 0.000123'")
@@ -383,9 +382,8 @@ def test_nothing_is_cut_at_a_usual_width(url: str, folder: Path, open_page: Call
 def test_the_bar_of_a_silent_machine_ends_where_it_was_heard(
     url: str, folder: Path, open_page: Callable[..., Any]
 ) -> None:
-    run = configure(folder / "runs" / "killed", strategy="edp")
-    append(run / "metrics.jsonl", *(row(step, 0) for step in range(1, 30)))
-    append(run / "metrics.jsonl", *(row(step, 2, role="server") for step in range(1, 30)))
+    run = configure(folder / "runs" / "killed", *(row(step, 0) for step in range(1, 30)), strategy="edp")
+    write_rows(run, *(row(step, 2, role="server") for step in range(1, 30)))
     for path in (run / "metrics.jsonl", run / "config.yaml"):
         aged(path, T0 + 30)
     page = open_page(f"{url}#/killed/overview")
@@ -427,11 +425,11 @@ def test_the_link_past_the_top_keeps_the_run_and_the_view(url: str, open_page: C
 def test_a_newer_run_does_not_take_the_place_of_the_one_that_is_shown(
     tmp_path: Path, open_page: Callable[..., Any]
 ) -> None:
-    append(configure(tmp_path / "first") / "metrics.jsonl", row(1, 0), row(1, 1))
+    write_rows(configure(tmp_path / "first"), row(1, 0), row(1, 1))
     with here(tmp_path) as address:
         page = open_page(address)
         until(page, "document.title.endsWith('first')")
-        append(configure(tmp_path / "second") / "metrics.jsonl", row(1, 0), row(1, 1))
+        write_rows(configure(tmp_path / "second"), row(1, 0), row(1, 1))
         until(page, "document.querySelectorAll('#run option').length === 2")
         page.keyboard.press("3")
         page.wait_for_selector("#config dt")
@@ -460,7 +458,7 @@ def test_a_run_that_was_deleted_does_not_keep_others_from_being_compared(
     tmp_path: Path, open_page: Callable[..., Any]
 ) -> None:
     for name in ("a", "b", "c"):
-        append(configure(tmp_path / name) / "metrics.jsonl", row(1, 0), row(1, 1))
+        write_rows(configure(tmp_path / name), row(1, 0), row(1, 1))
     with here(tmp_path) as address:
         page = open_page(f"{address}#/a/runs")
         page.check("#runs input[data-run=b]")
@@ -478,8 +476,7 @@ def test_a_run_that_was_deleted_does_not_keep_others_from_being_compared(
 
 
 def test_whoever_reads_older_lines_is_left_in_peace(tmp_path: Path, open_page: Callable[..., Any]) -> None:
-    run = configure(tmp_path / "one")
-    append(run / "metrics.jsonl", row(1, 0), row(1, 1))
+    run = configure(tmp_path / "one", row(1, 0), row(1, 1))
     append(run / "logs" / "worker-rank0-a.log", *(log(f"line {i}", when=i) for i in range(300)))
     with here(tmp_path) as address:
         page = open_page(f"{address}#/one/logs")
@@ -496,8 +493,7 @@ def test_whoever_reads_older_lines_is_left_in_peace(tmp_path: Path, open_page: C
 
 
 def test_a_configuration_that_was_changed_is_shown(tmp_path: Path, open_page: Callable[..., Any]) -> None:
-    run = configure(tmp_path / "one", steps=100)
-    append(run / "metrics.jsonl", row(1, 0), row(1, 1))
+    run = configure(tmp_path / "one", row(1, 0), row(1, 1), steps=100)
     with here(tmp_path) as address:
         page = open_page(f"{address}#/one/config")
         values = "[...document.querySelectorAll('#config dd')].map(d => d.textContent).join()"
@@ -574,8 +570,7 @@ def test_every_link_and_its_rate_is_to_be_seen(url: str, open_page: Callable[...
 
 
 def test_fifty_viewers_get_the_same(url: str, folder: Path) -> None:
-    run = configure(folder / "runs" / "watched")
-    append(run / "metrics.jsonl", row(1, 0), row(1, 1))
+    run = configure(folder / "runs" / "watched", row(1, 0), row(1, 1))
     port = int(url.split(":")[2].rstrip("/"))
     viewers = [Viewer(port, "watched") for _ in range(50)]
     for viewer in viewers:
@@ -590,8 +585,8 @@ def test_fifty_viewers_get_the_same(url: str, folder: Path) -> None:
     with ThreadPoolExecutor(50) as pool:
         waiting = [pool.submit(last_of, viewer) for viewer in viewers]
         for step in range(2, 6):
-            append(run / "metrics.jsonl", row(step, 0), row(step, 1))
-        (run / "summary.json").write_text(json.dumps({"status": "finished", "finished": time.time()}))
+            write_rows(run, row(step, 0), row(step, 1))
+        summarize(run, status="finished", finished=time.time())
         events = [future.result(300) for future in waiting]
     assert all(event == events[0] for event in events)
     assert events[0][2]["summary"]["status"] == "finished"

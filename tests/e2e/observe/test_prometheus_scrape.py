@@ -172,6 +172,15 @@ def test_a_port_that_is_taken_is_a_warning(first_port: int, tmp_path: Path) -> N
     assert f"metrics are served on http://127.0.0.1:{first_port + 2}/metrics" in log.read_text()
 
 
+def test_a_missing_package_ends_a_run_before_it_begins(first_port: int, tmp_path: Path) -> None:
+    (tmp_path / "prometheus_client.py").write_text('raise ModuleNotFoundError("gone", name="prometheus_client")')
+    config, environ = TASK | {"logging.prometheus_port": first_port}, {"TEST_PATH": str(tmp_path)}
+    (rank,) = run_world(1, tmp_path / "run", config, task="Tiny", strategy="single", environ=environ).ranks
+    assert (rank.status, rank.rows()) == (2, [])
+    assert rank.failed is not None
+    assert "install it with: pip install 'smolcluster[prometheus]'" in rank.failed.message
+
+
 def test_nothing_listens_unless_it_was_asked_for(tmp_path: Path) -> None:
     run_world(1, tmp_path / "run", TASK | {"logging.prometheus_port": 0}, task="Tiny", strategy="single")
     assert "metrics are served" not in (tmp_path / "run" / "logs" / "worker-rank0-testhost.log").read_text()

@@ -19,13 +19,16 @@ def test_tensorboard_files_hold_the_rows_of_every_rank(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run_world(2, tmp_path / "run", CONFIG | {"logging.tensorboard": True}, task="Tiny")
+    world = run_world(2, tmp_path / "run", CONFIG | {"logging.tensorboard": True}, task="Tiny")
     folders = sorted(p.name for p in (tmp_path / "run" / "tensorboard").iterdir())
     assert folders == [f"ClassicDP-worker-testhost_rank{rank}_lr0.01_bs8" for rank in range(2)]
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / folders[0])).Reload()
-    tags = events.Tags()["scalars"]
-    assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3, 4]
-    assert any(tag.startswith("gradients/") for tag in tags)
+    rows = world.ranks[0].rows()
+    assert [row.step for row in rows] == [1, 2, 3, 4]
+    written = [(e.step, e.value, e.wall_time) for e in events.Scalars("train/loss")]
+    assert written == [(row.step, pytest.approx(row.loss), row.time) for row in rows]
+    gradients = {tag for tag in events.Tags()["scalars"] if tag.startswith("gradients/")}
+    assert gradients == {f"gradients/{name}" for name in rows[0].gradient_norms or {}} != set()
 
 
 def test_wandb_is_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

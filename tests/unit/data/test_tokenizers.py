@@ -51,31 +51,31 @@ def test_bytes_decode_whatever_a_model_says():
 
 @given(st.text(min_size=1))
 def test_chars_round_trip_and_are_sorted(text):
-    tokenizer = CharTokenizer.from_text(text)
+    tokenizer = CharTokenizer(text)
     assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
     assert tokenizer.decode(range(tokenizer.vocab_size)) == "".join(sorted(set(text)))
 
 
 def test_chars_do_not_depend_on_the_order_of_the_text():
-    one, other = CharTokenizer.from_text("hello world"), CharTokenizer.from_text("dlrow olleh")
+    one, other = CharTokenizer("hello world"), CharTokenizer("dlrow olleh")
     assert one.fingerprint == other.fingerprint
-    assert one.fingerprint != CharTokenizer.from_text("hello world!").fingerprint
+    assert one.fingerprint != CharTokenizer("hello world!").fingerprint
 
 
 def test_chars_use_the_smallest_type():
-    assert CharTokenizer.from_text("abc").dtype == np.uint8
-    assert CharTokenizer.from_text("".join(chr(c) for c in range(300))).dtype == np.uint16
+    assert CharTokenizer("abc").dtype == np.uint8
+    assert CharTokenizer("".join(chr(c) for c in range(300))).dtype == np.uint16
 
 
 @pytest.mark.parametrize("foreign", ["!", "\u00e9", "\U0001f600"])
 def test_an_unknown_character_is_named(foreign):
     with pytest.raises(UserError, match="at position 3 is not among the 3 characters") as caught:
-        CharTokenizer.from_text("abc").encode(f"abc{foreign}a")
+        CharTokenizer("abc").encode(f"abc{foreign}a")
     assert repr(foreign) in str(caught.value)
 
 
 def test_chars_can_be_stored(tmp_path):
-    made = CharTokenizer.from_text("to be, or not to b\u00e9\n")
+    made = CharTokenizer("to be, or not to b\u00e9\n")
     path = tmp_path / "tokenizer.json"
     path.write_text(made.to_json(), encoding="utf-8")
     for again in (CharTokenizer.from_json(made.to_json()), load_tokenizer(str(path), root=None)):
@@ -91,7 +91,7 @@ def test_chars_need_a_text():
     with pytest.raises(UserError, match="stored tokenizer"):
         load_tokenizer("chars", root=None)
     with pytest.raises(UserError, match="not empty"):
-        CharTokenizer.from_text("")
+        CharTokenizer("")
 
 
 # -- GPT-2

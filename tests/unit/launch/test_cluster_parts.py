@@ -46,7 +46,7 @@ from smolcluster.launch.cluster.layout import (
 from smolcluster.launch.cluster.links import find_path
 from smolcluster.launch.cluster.mirror import mirrored
 from smolcluster.launch.cluster.record import load_record, save_record, state_folder
-from smolcluster.launch.cluster.request import UpArguments, known_cluster, read_cluster, token_for
+from smolcluster.launch.cluster.request import UpArguments, known_cluster, read_cluster, requirements_of, token_for
 from smolcluster.launch.join.discovery import announced, find_offers
 
 ROOT = Path(__file__).parents[3]
@@ -334,6 +334,18 @@ def test_what_the_package_needs() -> None:
     assert any(text.startswith("torch") for text in core)
     assert not any("cryptography" in text for text in core)
     assert any(text.startswith("cryptography") for text in requirements(extras=["cluster"]))
+
+
+@pytest.mark.parametrize(
+    ("logging", "extra"), [("", []), ("logging: {prometheus_port: 9464}\n", ["prometheus-client"])]
+)
+def test_machines_that_serve_metrics_get_the_package(
+    logging: str, extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = ["torch", 'prometheus-client; extra == "prometheus"', 'wandb; extra == "wandb"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: packages)
+    layout = laid_out(f"strategy: allreduce\ncluster:\n  hosts:\n    a: local\n{logging}", tmp_path)
+    assert requirements_of(layout) == ["torch", *extra]
 
 
 def test_another_device_or_environment_is_not_the_same_cluster(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees: the state behind the console, plain lines, the live picture, the plot and the summary."""
+"""What a person sees: the state behind the console, plain lines, the live picture and the summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rich.console import Console
 from tests.unit import samples
 
 from smolcluster.launch.join.worker import _ShowWaiting
-from smolcluster.observe import text
 from smolcluster.observe.console import ConsoleSink
 from smolcluster.observe.events import (
     CheckpointFailed,
@@ -294,19 +293,18 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("environment", "live", "escapes"),
-    [({}, None, True), ({"NO_COLOR": "1"}, None, False), ({"TERM": "dumb"}, None, False), ({}, False, False),
-     ({"NO_COLOR": ""}, None, True)],
-)  # fmt: skip
+    ("environment", "escapes"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({"NO_COLOR": ""}, True)],
+)
 def test_a_terminal_is_live_unless_told_otherwise(
-    environment: dict[str, str], live: bool | None, escapes: bool, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], escapes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     stream = Terminal()
-    sink = ConsoleSink(stream, live=live)
+    sink = ConsoleSink(stream)
     for event in [*BOTH, logged(0, 10), logged(1, 10)]:
         sink.handle(event)
     sink.close()
@@ -411,9 +409,11 @@ def test_any_terminal_is_big_enough(width: int, height: int, encoding: str) -> N
         assert lines[-1] == "and 10 more workers"
 
 
-def test_an_interrupt_gives_the_cursor_back() -> None:
+def test_an_interrupt_gives_the_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    sink = ConsoleSink(stream, live=True)
+    sink = ConsoleSink(stream)
 
     def interrupted() -> None:
         with Observer([sink]) as observer:
@@ -428,83 +428,11 @@ def test_an_interrupt_gives_the_cursor_back() -> None:
     assert stream.getvalue().endswith("\x1b[?25h")
 
 
-# The plot -----------------------------------------------------------------------------------------------------------
-
-
-def dots(plot: str) -> int:
-    return sum((ord(c) - 0x2800).bit_count() for c in plot if 0x2800 < ord(c) <= 0x28FF)
-
-
-def test_a_falling_loss_falls() -> None:
-    steps = list(range(10, 310, 10))
-    plot = loss_plot(steps, [4 * math.exp(-s / 100) for s in steps], val=[(100, 2.0), (300, 0.5)], unicode=True)
-    lines = plot.splitlines()
-    assert len(lines) == 12 + 3
-    assert all(len(line) <= 72 for line in lines)
-    assert lines[0].startswith(" 3.619 ┤⠑")
-    assert lines[11].startswith("0.1991 ┤")
-    assert lines[11][-1] == "⣀"
-    assert len(lines[11]) == 72
-    assert lines[13].split() == ["10", "300"]
-    assert lines[14].strip() == "line: train   ●: val"
-    assert plot.count("●") == 2 + 1
-    # Every column of the line is covered: the curve has no holes.
-    columns = [{row[x : x + 1] for row in lines[:12]} - {" ", "", "●"} for x in range(8, 72)]
-    assert sum(not column for column in columns) <= 2
-
-
-def test_the_plot_in_ascii() -> None:
-    plot = loss_plot([1, 2, 3], [3.0, 2.0, 1.0], val=[(2, 2.5)], width=40, height=5, unicode=False)
-    assert plot.isascii()
-    lines = plot.splitlines()
-    assert lines[0].startswith("3 |*")
-    assert lines[4].startswith("1 |")
-    assert lines[4].endswith("*")
-    assert "o" in lines[1]
-    assert lines[-1].strip() == "*: train   o: val"
-
-
 def test_the_encoding_of_stdout_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for encoding, ascii_only in (("ascii", True), ("cp1252", True), ("utf-8", False)):
         monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
         assert loss_plot([1, 2], [1.0, 2.0]).isascii() == ascii_only
         assert render_summary({"status": "done"}, [to_dict(logged(0, s)) for s in (1, 2)], None).isascii() == ascii_only
-
-
-def test_one_point_and_constants_sit_in_the_middle() -> None:
-    point = loss_plot([5], [1.25], height=5, unicode=True)
-    assert dots(point) == 1
-    assert point.splitlines()[2].startswith("1.25 ┤")
-    assert dots(point.splitlines()[2]) == 1
-    assert point.splitlines()[-1].strip() == "5"
-    constant = loss_plot([1, 2, 3], [2.0, 2.0, 2.0], width=40, height=5, unicode=True)
-    assert dots(constant) == dots(constant.splitlines()[2]) == 2 * (40 - 3)
-    assert constant.count("┤") == 1
-
-
-def test_values_that_are_not_finite_leave_a_gap() -> None:
-    assert "no finite losses" in loss_plot([], [])
-    assert "no finite losses" in loss_plot([1, 2], [math.nan, math.inf])
-    whole = loss_plot([1, 2, 3, 4], [1.0, 1.0, 1.0, 1.0], unicode=True)
-    gap = loss_plot([1, 2, 3, 4], [1.0, 1.0, math.nan, 1.0], unicode=True)
-    assert 0 < dots(gap) < dots(whole)
-    with pytest.raises(ValueError, match="2 steps but 1 losses"):
-        loss_plot([1, 2], [1.0])
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 10**9), st.floats()), max_size=20),
-    st.integers(-5, 120),
-    st.integers(-5, 30),
-    st.booleans(),
-)
-def test_any_series_makes_a_plot_that_fits(
-    series: list[tuple[int, float]], width: int, height: int, unicode: bool
-) -> None:
-    plot = loss_plot(
-        [s for s, _ in series], [y for _, y in series], width=width, height=height, val=series[:3], unicode=unicode
-    )
-    assert all(len(line) <= max(width, 36) for line in plot.splitlines())
 
 
 # The summary --------------------------------------------------------------------------------------------------------
@@ -550,25 +478,6 @@ def test_the_curve_is_the_loss_of_the_global_batch() -> None:
     assert loss_curve(rows) == ([10, 20], [1.25, 1.0])
     # A server tells it itself.
     assert loss_curve([*rows, to_dict(logged(2, 7, loss=1.5, role="server"))]) == ([7], [1.5])
-
-
-# Numbers ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("made", "expected"),
-    [
-        (text.short(0), "0"), (text.short(950), "950"), (text.short(999.7), "1.00k"), (text.short(12_345), "12.3k"),
-        (text.short(4_830_000), "4.83M"), (text.short(1.234e9), "1.23G"), (text.short(2.5), "2.50"),
-        (text.short(math.nan), "nan"), (text.size(999), "999 B"), (text.size(12_345_678), "12.3 MB"),
-        (text.clock(41.2), "0:41"), (text.clock(725), "12:05"), (text.clock(10_800), "3:00:00"),
-        (text.clock(2 * 86_400 + 61), "2d 0:01:01"), (text.clock(math.inf), "-"), (text.duration(0.16), "160 ms"),
-        (text.duration(0.99999), "1.00 s"), (text.duration(8.5e-4), "850 us"), (text.number(2.31), "2.3100"),
-        (text.number(0.0), "0.0000"), (text.number(3.2e-7), "3.200e-07"), (text.number(-math.inf), "-inf"),
-    ],
-)  # fmt: skip
-def test_numbers_for_people(made: str, expected: str) -> None:
-    assert made == expected
 
 
 def test_a_missing_worker_is_not_called_the_server() -> None:

@@ -27,18 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.places import eventually
 from tests.unit import samples
-from tests.unit.strict_loki import Scripted, StrictLoki, every_line_once
+from tests.unit.strict_loki import Scripted, StrictLoki, every_line_once, record
 
 from smolcluster.config import dump, load_config, public_dict, resolve
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError
 from smolcluster.launch.join.worker import _LogPusher
 from smolcluster.observe.events import Event, Notice, RunStarted
-from smolcluster.observe.log_queue import PRINTED, LogEntry, LogPosition, LogQueue, entries_in
+from smolcluster.observe.log_queue import PRINTED, LogPosition, entries_in
 from smolcluster.observe.logs import reset_logging, setup_logging
 from smolcluster.observe.loki import (
     LokiClient,
@@ -144,76 +142,6 @@ def test_the_last_half_of_a_line_waits_for_the_other(loki: StrictLoki, path: Pat
         file.write(b"a line\n")
     pusher.close()
     assert loki.lines(level=PRINTED) == ["half a line"]
-
-
-# Times follow from the file alone
-
-_MOMENT = "2026-03-01T12:00:{:06.3f}Z"
-
-
-def record(seconds: float, message: str = "", level: str = "INFO") -> bytes:
-    fields = {"time": _MOMENT.format(seconds), "level": level, "logger": "x", "message": message}
-    return json.dumps(fields).encode() + b"\n"
-
-
-_LINES = st.lists(
-    st.one_of(
-        st.builds(
-            record, st.sampled_from([0.0, 0.001, 5.0, 59.999]), st.text(max_size=5), st.sampled_from(["INFO", "ERROR"])
-        ),
-        st.binary(max_size=12).map(lambda raw: raw.replace(b"\n", b"") + b"\n"),
-        st.sampled_from(
-            [b"\n", b"{}\n", b'{"time": 5, "level": "INFO"}\n', b'{"time": "2026-03-01T12:00:00", "level": "I"}\n']
-        ),
-    ),
-    max_size=12,
-)
-
-
-@given(lines=_LINES, cut=st.integers(min_value=0, max_value=12))
-def test_a_file_read_from_anywhere_gives_the_same_entries(lines: list[bytes], cut: int) -> None:
-    data = b"".join(lines)
-    start = LogPosition(0, 1_700_000_000_000_000_000)
-    entries = list(entries_in(data, start))
-    times = [entry.time_ns for entry in entries]
-    assert times == sorted(set(times)), "unique, and rising"
-    assert len(entries) == len([line for line in lines if line.decode("utf-8", "replace").strip()])
-    for entry in entries[:cut][-1:]:
-        rest = entries_in(data[entry.end :], LogPosition(entry.end, entry.time_ns))
-        assert list(rest) == entries[cut:]
-
-
-def test_a_clock_that_is_set_back_a_little_changes_no_order_and_far_back_is_followed() -> None:
-    first = int(datetime(2026, 3, 1, 12, 0, 50, tzinfo=UTC).timestamp()) * 10**9
-    back = record(0.0).replace(b"12:00", b"11:00")
-    times = [entry.time_ns for entry in entries_in(record(50.0) + record(10.0) + b"raw\n" + back, LogPosition(0, 0))]
-    assert times == [first, first + 1, first + 2, first - 3650 * 10**9]
-
-
-def test_what_comes_before_the_first_record_has_its_time(tmp_path: Path) -> None:
-    path = tmp_path / f"{HOST}.log"
-    path.write_bytes(b"[W] printed by torch\nand more\n" + record(5.0))
-    follower = LogQueue(path)
-    assert follower.claim()
-    entries = follower.read()
-    assert [entry.level for entry in entries] == [PRINTED, PRINTED, "INFO"]
-    assert 0 < entries[2].time_ns - entries[0].time_ns <= 10**6
-    follower.close()
-
-
-def test_a_line_that_is_longer_than_a_block_does_not_stop_the_rest(tmp_path: Path) -> None:
-    path = tmp_path / f"{HOST}.log"
-    path.write_bytes(b"y" * 1_200_000 + b"\n" + b"\n" * 600_000 + record(5.0))
-    follower = LogQueue(path)
-    assert follower.claim()
-    texts = []
-    while entries := follower.read():
-        texts += [entry.text for entry in entries]
-        follower.acknowledge(entries[-1])
-    assert "".join(texts[:-1]) == "y" * 1_200_000
-    assert json.loads(texts[-1])["level"] == "INFO"
-    assert follower.left() == 0
-    follower.close()
 
 
 # Outages
@@ -466,9 +394,7 @@ def test_a_process_that_is_killed_again_and_again_loses_and_doubles_nothing(loki
     assert loki.duplicates > 0, "the window between storing and noting it was hit"
 
 
-@pytest.mark.parametrize(
-    "damage", [None, b"", b"{", b'{"offset": -5, "time_ns": 0, "head": "", "told": {}}', b"[]", b"\xff"]
-)
+@pytest.mark.parametrize("damage", [None, b"", b"{", b'{"offset": -5, "time_ns": 0, "head": ""}', b"[]", b"\xff"])
 def test_a_note_that_is_lost_or_damaged_is_no_note(damage: bytes | None, loki: StrictLoki, path: Path) -> None:
     """Then everything is sent again, exactly as it was."""
     for number in range(50):
@@ -508,28 +434,6 @@ def test_a_log_that_is_emptied_in_place_goes_on_with_what_is_new(lines: int, lok
     pusher.close()
     every_line_once(loki, written, HOST)
     assert loki.duplicates == 0
-
-
-@pytest.mark.parametrize("lines", [1, 30, 100, 300])
-def test_a_log_that_is_emptied_between_two_looks_is_read_from_its_first_line(lines: int, tmp_path: Path) -> None:
-    path = tmp_path / f"{HOST}.log"
-    path.write_bytes(b"".join(record(number % 60, f"old {number}") for number in range(100)))
-    follower = LogQueue(path)
-    assert follower.left() == path.stat().st_size, "nothing has been sent before anybody has looked"
-    assert follower.claim()
-    sent = follower.read()
-    follower.acknowledge(sent[-1])
-    path.write_bytes(b"".join(record(number % 60, f"new {number}") for number in range(lines)))
-    assert follower.left() > 0 or lines == 100
-    entries = follower.read()
-    assert [json.loads(entry.text)["message"] for entry in entries] == [f"new {number}" for number in range(lines)]
-    follower.acknowledge(entries[-1])
-    assert (follower.read(), follower.left()) == ([], 0)
-    follower.close()
-    again = LogQueue(path)
-    assert again.claim()
-    assert again.read() == [], "what was noted is of the new lines"
-    again.close()
 
 
 def test_the_rest_of_a_run_that_is_over(loki: StrictLoki, tmp_path: Path) -> None:
@@ -771,12 +675,6 @@ def test_a_real_loki_has_every_line_once(path: Path, tmp_path: Path) -> None:
 
     eventually(lambda: len(arrived()) >= 500)
     assert arrived() == text_of(path).splitlines()
-
-
-def test_an_entry_is_what_it_seems() -> None:
-    (entry,) = entries_in(record(1.0, "hello", "ERROR"), LogPosition(100, 0))
-    assert isinstance(entry, LogEntry)
-    assert (entry.level, entry.logger, entry.end) == ("ERROR", "x", 100 + len(record(1.0, "hello", "ERROR")))
 
 
 def test_a_server_that_drips_is_cut_off() -> None:

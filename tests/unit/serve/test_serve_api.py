@@ -374,11 +374,11 @@ def test_metrics(own: ScriptedEngine) -> None:
         _, headers, body = get(port, "/metrics")
     assert headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     lines = body.decode().splitlines()
-    assert 'smolcluster_serve_requests_total{route="/v1/chat/completions",status="200"} 1' in lines
-    assert 'smolcluster_serve_requests_total{route="/health",status="503"} 1' in lines
-    assert 'smolcluster_serve_requests_total{route="other",status="404"} 2' in lines
-    assert "smolcluster_serve_generated_tokens_total 2" in lines
-    assert "smolcluster_serve_ready 0" in lines
+    assert 'smolcluster_serve_requests_total{route="/v1/chat/completions",status="200"} 1.0' in lines
+    assert 'smolcluster_serve_requests_total{route="/health",status="503"} 1.0' in lines
+    assert 'smolcluster_serve_requests_total{route="other",status="404"} 2.0' in lines
+    assert "smolcluster_serve_generated_tokens_total 2.0" in lines
+    assert "smolcluster_serve_ready 0.0" in lines
 
 
 def test_events_tell_what_changes_and_only_that(port: int, engine: ScriptedEngine) -> None:

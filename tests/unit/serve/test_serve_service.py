@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 from tests.unit.scripted_engine import END, SAID, ScriptedEngine, service_of
 
 from smolcluster.serve.engine.types import Busy, SamplingParams, SequenceRequest, Token, Unavailable
@@ -374,14 +375,14 @@ def test_what_was_done_is_counted() -> None:
     engine = says("four", end=False)
     service = service_of(engine)
     run(answer(service, max_tokens=4))
-    text = service.metrics.text(engine.state())
+    text = generate_latest(service.metrics).decode()
     for line in (
-        "smolcluster_serve_prompt_tokens_total 5",
-        "smolcluster_serve_generated_tokens_total 4",
-        "smolcluster_serve_running 0",
-        "smolcluster_serve_first_token_seconds_count 1",
-        'smolcluster_serve_first_token_seconds_bucket{le="+Inf"} 1',
-        "smolcluster_serve_token_seconds_count 3",
+        "smolcluster_serve_prompt_tokens_total 5.0",
+        "smolcluster_serve_generated_tokens_total 4.0",
+        "smolcluster_serve_running 0.0",
+        "smolcluster_serve_first_token_seconds_count 1.0",
+        'smolcluster_serve_first_token_seconds_bucket{le="+Inf"} 1.0',
+        "smolcluster_serve_token_seconds_count 3.0",
     ):
         assert line in text.splitlines()
 

@@ -526,7 +526,7 @@ def test_cutting_by_three_digits() -> None:
 
 
 def test_our_own_tokenizers() -> None:
-    chars = ChatTokenizer(BytewiseVocabulary(CharTokenizer.from_text("héllo ")))
+    chars = ChatTokenizer(BytewiseVocabulary(CharTokenizer("héllo ")))
     assert chars.decode(chars.encode("hello".replace("e", "é"))) == "héllo"
     with pytest.raises(UserError, match="character 'x'"):
         chars.prompt("x")

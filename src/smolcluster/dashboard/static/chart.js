@@ -1,12 +1,21 @@
 // Curves on a canvas: lines, bands and stacked areas; a cross-hair that all charts share; zoom by dragging.
 
-import { el, hideTip, showTip } from "./dom.js";
+import { el, hideTip, showTip, swatch } from "./dom.js";
 import { axis as axisText, clock, count } from "./format.js";
 import { color, onTheme } from "./colors.js";
 
 const PAD = { top: 10, right: 12, bottom: 24, left: 52 };
 const charts = new Set();
 onTheme(() => charts.forEach((chart) => chart.draw()));
+
+/** Columns in the order of the first: rows of a server that evaluates beside training come late. */
+export function sortedBy(xs, ...columns) {
+  let sorted = true;
+  for (let i = 1; i < xs.length && sorted; i++) sorted = xs[i] >= xs[i - 1];
+  if (sorted) return [xs, ...columns];
+  const order = xs.map((_, i) => i).sort((a, b) => xs[a] - xs[b]);
+  return [xs, ...columns].map((column) => order.map((i) => column[i]));
+}
 
 /** Round values between two ends: 0, 200, 400, ... `least`: between two of them. */
 export function ticks(low, high, most, least = 0) {
@@ -393,14 +402,9 @@ export class Chart {
   }
 
   tell(x, y) {
-    const swatch = (one) => {
-      const mark = el("i", { class: "swatch" });
-      mark.style.background = `var(--${one.color})`;
-      return mark;
-    };
     const rows = this.values().slice(0, 12);
     if (!rows.length) return hideTip();
-    const lines = rows.map(([one, value]) => el("div", {}, swatch(one), el("span", {}, one.name), el("b", {}, this.format(value))));
+    const lines = rows.map(([one, value]) => el("div", {}, swatch(one.color), el("span", {}, one.name), el("b", {}, this.format(value))));
     showTip(x, y, [el("strong", {}, this.title()), ...lines]);
   }
 }
@@ -415,7 +419,7 @@ function point(from, at) {
   }
 }
 
-/** Chips that say what is drawn, and leave it out when pressed. */
+/** A button for each curve, which hides it. */
 export class Legend {
   constructor(changed) {
     this.off = new Set();
@@ -431,9 +435,7 @@ export class Legend {
   }
 
   chip(item) {
-    const mark = el("i", { class: `swatch ${item.kind ?? ""}` });
-    mark.style.background = `var(--${item.color})`;
-    const chip = el("button", { type: "button", "aria-pressed": String(!this.off.has(item.id)) }, mark, item.name);
+    const chip = el("button", { type: "button", "aria-pressed": String(!this.off.has(item.id)) }, swatch(item.color, item.kind), item.name);
     chip.addEventListener("click", () => {
       this.off.has(item.id) ? this.off.delete(item.id) : this.off.add(item.id);
       chip.setAttribute("aria-pressed", String(!this.off.has(item.id)));

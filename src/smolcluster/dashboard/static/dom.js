@@ -1,4 +1,4 @@
-// What the pages of a run are built of, beyond plain elements.
+// The parts of these pages, beyond plain elements.
 
 import { el } from "./elements.js";
 
@@ -13,6 +13,13 @@ export function card(title, { id, note, tools } = {}, ...body) {
   const heading = el("h2", { id: id ? `${id}-title` : null }, title);
   const head = el("div", { class: "head" }, heading, note ?? null, el("span", { class: "grow" }), tools ?? null);
   return el("section", { class: "card", id, "aria-labelledby": id ? `${id}-title` : null }, head, ...body);
+}
+
+/** A mark in a colour of the style sheet. `kind` is another class. */
+export function swatch(color, kind = "") {
+  const mark = el("i", { class: `swatch ${kind}` });
+  mark.style.background = `var(--${color})`;
+  return mark;
 }
 
 /** One of several choices. `choose` gets the value. */

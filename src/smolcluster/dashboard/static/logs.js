@@ -37,7 +37,7 @@ export class Logs {
     }
   }
 
-  /** Whoever reads older lines is not taken away from them by new ones. */
+  /** Load older lines, and stop following: new lines must not scroll them away. */
   goBack() {
     this.follow.checked = false;
     this.load("older");

@@ -1,7 +1,7 @@
 // The first view: numbers, machines, curves, links, events.
 
-import { Chart, Legend } from "./chart.js";
-import { attr, card, choice, el, keyed, text } from "./dom.js";
+import { Chart, Legend, sortedBy } from "./chart.js";
+import { attr, card, choice, el, keyed, swatch, text } from "./dom.js";
 import { byteRate, bytes, clock, count, DASH, degrees, duration, known, number, percent, rate, short, timeOfDay } from "./format.js";
 import { deviceOf, heatOf, memoryOf, Picture } from "./picture.js";
 import { badge, EVENTS, STATES } from "./states.js";
@@ -46,7 +46,7 @@ export class Overview {
 
     const split = card("Time of a step", { id: "split", note: el("span", { class: "note" }, "mean of the workers") });
     this.split = new Chart(split, { label: "Time of a step", height: 186, format: duration, zero: true, stack: true, cut: true });
-    this.splitLegend = el("div", { class: "legend" }, ...SPLIT.map(([, name, color]) => swatched(name, color)));
+    this.splitLegend = el("div", { class: "legend" }, ...SPLIT.map(([, name, color]) => el("span", {}, swatch(color), name)));
     this.bars = el("div", { class: "bars" });
     split.append(this.splitLegend, this.bars);
 
@@ -221,26 +221,11 @@ export class Overview {
 
 const pair = ([x, y]) => ({ x, y });
 
-/** Columns in the order of the first: rows of a server that evaluates beside training come late. */
-function sortedBy(xs, ...columns) {
-  let sorted = true;
-  for (let i = 1; i < xs.length && sorted; i++) sorted = xs[i] >= xs[i - 1];
-  if (sorted) return [xs, ...columns];
-  const order = xs.map((_, i) => i).sort((a, b) => xs[a] - xs[b]);
-  return [xs, ...columns].map((column) => order.map((i) => column[i]));
-}
-
 /** The first value after an absence is left out, so that no line is drawn over the time that a machine was gone. */
 function withGaps(times, values, spans) {
   const ends = spans.map(([, to]) => to).filter((to) => to !== null);
   if (!ends.length) return values;
   return values.map((value, i) => (i && ends.some((end) => times[i - 1] <= end && end < times[i]) ? null : value));
-}
-
-function swatched(name, color) {
-  const mark = el("i", { class: "swatch" });
-  mark.style.background = `var(--${color})`;
-  return el("span", {}, mark, name);
 }
 
 /** The strip at the top. */

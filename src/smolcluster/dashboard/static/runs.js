@@ -1,7 +1,7 @@
 // All runs of the folder, and several of them beside each other.
 
-import { Chart, Legend } from "./chart.js";
-import { card, choice, el } from "./dom.js";
+import { Chart, Legend, sortedBy } from "./chart.js";
+import { card, choice, el, swatch } from "./dom.js";
 import { clock, count, day, DASH, duration, known, number, short } from "./format.js";
 import { RUN_STATES } from "./states.js";
 import { ask } from "./store.js";
@@ -101,9 +101,8 @@ export class Runs {
         .map(({ id, name, color }) => {
           const { columns } = this.found.runs[id].curves[which];
           const start = this.found.runs[id].numbers.started ?? columns.time[0] ?? 0;
-          const x = this.x === "time" ? columns.time.map((t) => t - start) : columns.step;
-          const order = x.map((_, i) => i).sort((a, b) => x[a] - x[b]);
-          return { id, name, color, x: order.map((i) => x[i]), y: order.map((i) => columns[field][i]), ...style };
+          const [x, y] = sortedBy(this.x === "time" ? columns.time.map((t) => t - start) : columns.step, columns[field]);
+          return { id, name, color, x, y, ...style };
         });
     this.loss.set({ series: lines("joined", "loss", { width: 1.6 }), x: this.x });
     this.val.set({ series: lines("val", "val_loss", { width: 1.4, dots: true }), x: this.x });
@@ -118,11 +117,8 @@ export class Runs {
       ["tokens per second", ({ numbers: n }) => short(n.tokens_per_s)], ["step time", ({ numbers: n }) => duration(n.step_time_s)],
       ["staleness", ({ numbers: n }) => (known(n.staleness) ? n.staleness.toFixed(1) : DASH)], ["time", ({ numbers: n }) => clock(n.elapsed_s)],
     ];
-    const head = () => el("thead", {}, el("tr", {}, el("th", { scope: "col" }, ""), ...names.map((name, i) => {
-      const mark = el("i", { class: "swatch" });
-      mark.style.background = `var(--s${i % COLORS})`;
-      return el("th", { scope: "col", class: "n" }, mark, name);
-    })));
+    const titles = () => names.map((name, i) => el("th", { scope: "col", class: "n" }, swatch(`s${i % COLORS}`), name));
+    const head = () => el("thead", {}, el("tr", {}, el("th", { scope: "col" }, ""), ...titles()));
     this.numbers.replaceChildren(el("table", {}, head(), el("tbody", {}, ...rows.map(([title, value]) => el("tr", {}, el("th", { scope: "row" }, title), ...names.map((name) => el("td", { class: "n" }, value(this.found.runs[name]))))))));
     const { differences } = this.found;
     this.differences.replaceChildren(

@@ -41,10 +41,10 @@ export function follow(name, { changed, connection }) {
   let state = null;
   let retry = 0;
   let lastMessageAt = Date.now();
-  let saidGoodBye = false;
+  let serverEnded = false;
   let closed = false;
 
-  const lost = () => connection(saidGoodBye ? "ended" : "broken");
+  const lost = () => connection(serverEnded ? "ended" : "broken");
   const again = () => {
     clearTimeout(retry);
     if (!closed) retry = setTimeout(open, 3000);
@@ -53,21 +53,21 @@ export function follow(name, { changed, connection }) {
     source = new EventSource(`/api/run/${encodeURIComponent(name)}/events`);
     source.addEventListener("snapshot", (event) => {
       state = applySnapshot(JSON.parse(event.data));
-      hear();
+      received();
       changed(state);
     });
     source.addEventListener("changes", (event) => {
-      hear();
+      received();
       if (state === null) return;
       state = applyChanges(state, JSON.parse(event.data));
       changed(state);
     });
-    source.addEventListener("beat", hear);
+    source.addEventListener("beat", received);
     source.addEventListener("bye", () => {
-      saidGoodBye = true;
+      serverEnded = true;
       source.close();
       lost();
-      again(); // perhaps it is started again
+      again(); // it may be started again
     });
     source.addEventListener("error", () => {
       lost();
@@ -75,9 +75,9 @@ export function follow(name, { changed, connection }) {
       if (source.readyState === EventSource.CLOSED) again();
     });
   };
-  const hear = () => {
+  const received = () => {
     lastMessageAt = Date.now();
-    saidGoodBye = false;
+    serverEnded = false;
     connection("live");
   };
   const watch = setInterval(() => {

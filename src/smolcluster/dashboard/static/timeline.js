@@ -23,8 +23,8 @@ export class Timeline {
     if (!width || !Number.isFinite(start)) return;
     // Extend only the bars of workers in state training; the bar of a silent worker ends at its last row.
     const ended = !["starting", "training"].includes(state.status);
-    const heard = state.machines.map((m) => m.heard ?? start);
-    const last = Math.max(start + 1, ...state.events.map((e) => e.time), ...state.machines.flatMap((m) => m.spans.flat()), ...heard);
+    const seen = state.machines.map((m) => m.last_seen ?? start);
+    const last = Math.max(start + 1, ...state.events.map((e) => e.time), ...state.machines.flatMap((m) => m.spans.flat()), ...seen);
     const end = ended ? last : Math.max(last, state.time);
     const left = width < 520 ? 66 : 84;
     const x = (time) => left + ((time - start) / (end - start)) * (width - left - 14);
@@ -63,7 +63,7 @@ export class Timeline {
     text(name, machine.name);
     const silent = machine.state === "silent";
     const bars = machine.spans.map(([from, to]) => {
-      const until = to ?? (silent ? Math.max(from, machine.heard ?? from) : end);
+      const until = to ?? (silent ? Math.max(from, machine.last_seen ?? from) : end);
       const bar = svg("rect", { class: to === null && !ended && !silent ? "span open" : "span", x: x(from), y: y + 5, width: Math.max(2, x(until) - x(from)), height: 10, rx: 3 });
       bar.style.fill = machine.role === "server" ? "var(--fg)" : `var(--${rankColor(machine.rank)})`;
       return bar;

@@ -164,7 +164,8 @@ def plan_deployment(
 
 def requirements_of(layout: ClusterLayout) -> list[str]:
     """Return the requirements of its machines, for pip."""
-    return requirements(extras={"elastic": ["cluster"], SERVING: ["cluster", "serve"]}.get(layout.plane, []))
+    extras = {"elastic": ["cluster"], SERVING: ["cluster", "serve"]}.get(layout.plane, [])
+    return requirements(extras=[*extras, *(["prometheus"] if layout.config.logging.prometheus_port else [])])
 
 
 def new_run(config: Config) -> str:

@@ -92,16 +92,10 @@ def _read_read_options(run: RunDir) -> Config:
 
 def _run_tokenizer(data: DataConfig) -> Tokenizer:
     place = data.tokenizer_root or data.root
-
-    def whole_text() -> str:
-        sources = find_sources(data)
-        both = [sources.train] if sources.validation is None else [sources.train, sources.validation]
-        return "".join(piece for source in both for piece in source.chunks())
-
     return load_tokenizer(
         data.tokenizer or default_tokenizer(data.name),
         root=Path(place).expanduser() if place is not None else None,
-        text=whole_text,
+        text=lambda: find_sources(data).whole_text(),
         cache_dir=data.cache_dir,
     )
 

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import smolcluster
 from smolcluster.errors import SmolclusterError, needed
-from smolcluster.observe.prometheus import CONTENT_TYPE
 from smolcluster.serve.engine.types import Busy, PromptTooLong, RetriesExhausted, Unavailable
 from smolcluster.serve.http import request_parsing, response_bodies
 from smolcluster.serve.http.request_parsing import Json, ParsedRequest
@@ -296,10 +295,11 @@ class Api:
         )
 
     async def _metrics(self, _: Request) -> Response:
+        from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
         from starlette.responses import Response
 
-        text = self.service.metrics.text(self.service.engine.state())
-        return Response(text.encode(), headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
+        headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4, "cache-control": "no-store"}
+        return Response(generate_latest(self.service.metrics), headers=headers)
 
     async def _events(self, _: Request) -> Response:
         if self._viewers >= self.service.limits.viewers:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from smolcluster.observe.prometheus import format_value, label_text, metric_lines
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -24,44 +25,48 @@ _PREFIX = "smolcluster_serve_"
 
 class Histogram:
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+        self._bounds = (*bounds, float("inf"))
+        self._counts, self.sum = [0] * len(self._bounds), 0.0
 
     def add(self, value: float) -> None:
         self._counts[bisect.bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.sum += value
 
-    def lines(self, name: str) -> Iterator[str]:
-        total = itertools.accumulate(self._counts)
-        for bound, count in zip((*self._bounds, float("inf")), total, strict=True):
-            yield f"{name}_bucket{{{label_text({'le': format_value(bound)})}}} {count}"
-        yield f"{name}_sum {format_value(self._sum)}"
-        yield f"{name}_count {sum(self._counts)}"
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return each bound with the number of values up to it."""
+        names = (*map(str, self._bounds[:-1]), "+Inf")
+        return list(zip(names, itertools.accumulate(self._counts), strict=True))
 
 
 class Metrics:
-    def __init__(self) -> None:
+    """Count, also in a process that serves nobody: only `collect` needs prometheus_client. `state` returns the engine's."""
+
+    def __init__(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        self._state = state
         self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
         self.prompt_tokens = self.generated_tokens = 0
         self.first_token, self.token = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S)
 
-    def text(self, state: Mapping[str, Any]) -> str:
-        """Return the exposition. `state` is the engine's."""
-        answers = [
-            ({"route": route, "status": str(status)}, count) for (route, status), count in sorted(self.requests.items())
-        ]
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric, for `prometheus_client.generate_latest`."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
         about = "Responses, by route and status; 499: the client disconnected before."
-        lines = metric_lines(f"{_PREFIX}requests_total", "counter", about, answers)
-        for name, kind, about, value in (
-            ("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
-            ("generated_tokens_total", "counter", "Tokens that were generated.", self.generated_tokens),
-            ("ready", "gauge", "1 while every layer is held.", state.get("ready")),
-            ("running", "gauge", "Running sequences.", state.get("running")),
-            ("waiting", "gauge", "Queued sequences.", state.get("waiting")),
+        requests = CounterMetricFamily(_PREFIX + "requests", about, labels=["route", "status"])
+        for (route, status), count in sorted(self.requests.items()):
+            requests.add_metric([route, str(status)], count)
+        yield requests
+        yield CounterMetricFamily(_PREFIX + "prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
+        yield CounterMetricFamily(_PREFIX + "generated_tokens", "Tokens that were generated.", self.generated_tokens)
+        state = self._state()
+        for name, about in (
+            ("ready", "1 while every layer is held."),
+            ("running", "Running sequences."),
+            ("waiting", "Queued sequences."),
         ):
-            lines += metric_lines(_PREFIX + name, kind, about, [({}, int(value or 0))])
+            yield GaugeMetricFamily(_PREFIX + name, about, int(state.get(name) or 0))
         for name, about, histogram in (
             ("first_token_seconds", "From a sequence's request to its first token.", self.first_token),
             ("token_seconds", "Between one token of a sequence and the next.", self.token),
         ):
-            lines += [*metric_lines(_PREFIX + name, "histogram", about, ()), *histogram.lines(_PREFIX + name)]
-        return "\n".join(lines) + "\n"
+            yield HistogramMetricFamily(_PREFIX + name, about, buckets=histogram.buckets(), sum_value=histogram.sum)

@@ -40,6 +40,7 @@ class HttpSettings:
 def open_port(settings: HttpSettings) -> socket.socket:
     """Listen, before anything is loaded. Connections wait until `serve`."""
     with needed(extra="serve", purpose="serving a model"):
+        import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     ports = range(PORT, PORT + PORTS_TRIED) if settings.port is None else [settings.port]

@@ -159,7 +159,7 @@ class Service:
         self.engine, self.text, self.model_name = engine, text, model_name
         self.limits, self.defaults = limits or ServiceLimits(), defaults or SamplingParams()
         self.chats, self.openings = chats, tuple(openings)
-        self.metrics = Metrics()
+        self.metrics = Metrics(engine.state)
         self.sequences = 0  # of all running jobs
         self._ending = False
 
