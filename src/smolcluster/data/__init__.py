@@ -1,6 +1,7 @@
 """Datasets, tokenizers and the sampler: which sample goes to which worker.
 
     sampler.py     the stream of samples and each worker's share of it
+    leases.py      shares of workers that come and go: every sample counts once
     dataset.py     from sample numbers to a batch of tensors
     text.py        text -> tokens -> a training and a validation dataset
     sources.py     where text comes from
@@ -10,6 +11,7 @@
     cache.py       token files on disk, built once
     download.py    checksummed downloads
     names.py       the values of `data.name`
+    example_prompts.py    prompts for a model without a chat template
 
 Importing this package imports no torch.
 """

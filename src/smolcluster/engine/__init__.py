@@ -1,0 +1,14 @@
+"""Runs a training process: reads samples, calls the strategy, evaluates, reports, saves.
+
+loop.py            the training loop
+role.py            base of every process of a run: log, observer, task, checkpoints
+worker.py          a rank of the mesh plane; elastic/: server and workers of the elastic plane
+process/           entry points of these processes
+checkpoint/        what is saved, and how it becomes durable
+reader.py          the samples of a step; alone.py: those of a worker whose link is down
+evaluate.py        metrics on the validation set; best.py: the best checkpoint
+record.py          metric rows and the final report; step_clock.py, summary.py, profiler.py: their parts
+run_dir.py         the run directory; run_length.py: how many steps
+spec.py, channel.py, identity.py    what a process is started with, told later, and is called
+checks.py, trial.py, link_preset.py    before step 1
+"""

@@ -1,1 +1,12 @@
-"""The events of a run (`events`) and the sinks that receive them: consoles, files, trackers. Nothing here imports torch."""
+"""The events of a run and the sinks that receive them. Nothing here imports torch.
+
+events.py       typed events
+observer.py     delivers them to sinks; pipe.py: from a worker process to its launcher
+console.py      the terminal; live.py: drawn live; run_state.py: the state it shows; summary.py, plot.py, text.py: its parts
+jsonl.py        metrics.jsonl
+tracking.py     TensorBoard, Weights & Biases
+prometheus.py   metrics for Prometheus
+logs.py         logging to files; tracebacks.py: shortened
+loki.py         pushes these files to Loki; log_queue.py: as a queue
+machine.py      temperature, load and memory of this machine
+"""

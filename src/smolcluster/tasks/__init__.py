@@ -1,4 +1,10 @@
-"""Tasks: a model, its loss and its data. A user's own task is a subclass of `Task`."""
+"""Tasks: a model, its loss and its data. A user's own task is a subclass of `Task`.
+
+base.py   the interface
+gpt.py    next-token prediction
+mnist.py  handwritten digits
+find.py   finds the task that a configuration names
+"""
 
 from smolcluster.tasks.base import Task
 from smolcluster.tasks.find import find_task

@@ -10,7 +10,17 @@
 
     packer.decode(payload, gradients)                                        the receiver
 
-`base.py` has the interface; each family's file documents method, error bounds and bytes. docs/codecs.md compares them.
+Each file documents method, error bounds and bytes; docs/codecs.md compares them.
+
+    base.py                          the interface; bits.py, bins.py: bit fields, bins of equal width
+    casts.py                         fp32, fp16, bf16
+    levels.py                        int8, int4
+    sparse.py                        topk, randk
+    block_topk.py                    blocktopk
+    powersgd.py                      powersgd
+    packer.py                        several tensors as one payload
+    flat.py                          many tensors encoded at once, on their device: flat_levels.py, flat_blocks.py
+    feedback.py                      error feedback
 """
 
 from __future__ import annotations

@@ -1,1 +1,6 @@
-"""The elastic plane's own peer runtime: typed frames over TCP and TLS between machines that come and go."""
+"""The peer runtime of the elastic plane, for machines that come and go.
+
+transport/    typed frames over TCP and TLS
+membership/   the members of a run, as the server and as a worker know them
+collectives/  sums and copies between the members of a view
+"""

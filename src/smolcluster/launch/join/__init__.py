@@ -1,1 +1,6 @@
-"""Discover a machine on the network, pair with it, and let it join a run."""
+"""A machine joins a run.
+
+discovery.py  find machines on the network, by multicast DNS
+pairing.py    accept one by the code on its screen
+worker.py     run its worker
+"""

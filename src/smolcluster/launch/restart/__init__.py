@@ -1,1 +1,7 @@
-"""`train --elastic`: after a death or a change of machines, restart the mesh plane's workers at the new world size."""
+"""`train --elastic MIN:MAX`: restart the mesh plane's workers when one dies or a machine comes.
+
+launcher.py    the launcher of one machine
+rendezvous.py  how launchers agree on a round: which machines run which ranks
+endpoint.py    their connection
+plan.py        the world sizes that the range allows
+"""

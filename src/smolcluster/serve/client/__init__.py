@@ -1,1 +1,5 @@
-"""The terminal client of a service."""
+"""The terminal client.
+
+terminal.py  `smolcluster chat` and `generate`
+http.py      the API's client
+"""

@@ -3,6 +3,10 @@
 A strategy is one file that reads like its paper. `plan` places the ranks and states the cost of a step in advance, `setup`
 builds, partitions or wraps the model, `step` takes one training step. It reaches other ranks through a `Group`, never through a
 socket. The loop in `engine/` calls these methods and names no strategy.
+
+    replicated.py   base of strategies with the whole model on each worker
+    local_steps.py  base of local SGD and `diloco`; late_rounds.py, late_work.py: rounds that come too late
+    parallel.py     base of fsdp, tensor, pipeline and mesh
 """
 
 from __future__ import annotations

@@ -1,1 +1,7 @@
-"""A parameter server, synchronous or asynchronous, and the rounds of its workers."""
+"""A parameter server and the rounds of its workers.
+
+base.py           checks, averages, records and applies pushed gradients
+synchronous.py    the server of `syncps`
+asynchronous.py   the server of `edp`
+pushed_rounds.py  a worker's rounds: push, then apply what the server sends
+"""

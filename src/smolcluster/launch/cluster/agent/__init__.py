@@ -11,4 +11,7 @@ It needs only the standard library and keeper.py, which is sent along (`host.py`
     clusters/NAME/            working directory of processes: the user's files, config.yaml, token, runs/, logs/
     clusters/NAME/processes/  a folder for each process
     clusters/NAME/ups/        a mark for each `up` since the last `down`
+
+Its code: main.py (requests and responses), machine.py (facts), environment.py (a Python), files.py (unpack and read),
+processes.py (start, list, stop), following.py (stream output), base.py (shared).
 """
