@@ -792,8 +792,8 @@ TOKENS = (
 )
 
 
-def mutated(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Damaged in one to four of many ways."""
+def mutated(rng: random.Random, data: bytes, others: Sequence[bytes], *, most: int = MAX_BYTES) -> bytes:
+    """Damage these bytes in one to four of many ways."""
     result = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(result) + 1) if rng.random() < 0.6 else rng.randrange(min(len(result), 160) + 1)
@@ -816,7 +816,7 @@ def mutated(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
                 result[at:] = other[rng.randrange(len(other) + 1) :]
             case _:
                 result[at:at] = rng.choice(TOKENS)
-    return bytes(result[:MAX_BYTES])
+    return bytes(result[:most])
 
 
 def search(name: str, found: list[bytes], *, seconds: float, seed: int) -> Iterator[tuple[bytes, BaseException]]:

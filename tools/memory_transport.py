@@ -46,14 +46,6 @@ class _Lost:
         raise PeerLost(self._reason)
 
 
-class _Timer:
-    def __init__(self, callback: Callable[[], object]) -> None:
-        self.callback: Callable[[], object] | None = callback
-
-    def cancel(self) -> None:
-        self.callback = None
-
-
 class Switchboard:
     """The network between the transports it makes."""
 
@@ -62,7 +54,7 @@ class Switchboard:
         self.ports = itertools.count(40_000)
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
-        self._due: list[tuple[float, int, _Timer]] = []
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._time_s = 0.0
         self._closed = False
@@ -83,12 +75,10 @@ class Switchboard:
     def now(self) -> float:
         return self._time_s if self._thread is None else time.monotonic()
 
-    def at(self, delay_s: float, callback: Callable[[], object]) -> _Timer:
-        timer = _Timer(callback)
+    def at(self, delay_s: float, callback: Callable[[], object]) -> None:
         with self._changed:
-            heapq.heappush(self._due, (self.now + delay_s, next(self._numbers), timer))
+            heapq.heappush(self._due, (self.now + delay_s, next(self._numbers), callback))
             self._changed.notify_all()
-        return timer
 
     # Time
 
@@ -97,10 +87,9 @@ class Switchboard:
         assert self._thread is None, "the switchboard has a thread for this"
         until = self._time_s + seconds
         while self._due and self._due[0][0] <= until:
-            due, _, timer = heapq.heappop(self._due)
+            due, _, callback = heapq.heappop(self._due)
             self._time_s = max(self._time_s, due)
-            if timer.callback is not None:
-                timer.callback()
+            callback()
         self._time_s = until
 
     def on_thread(self) -> bool:
@@ -121,9 +110,8 @@ class Switchboard:
                     self._changed.wait(self._due[0][0] - self.now if self._due else None)
                 if self._closed:
                     return
-                timer = heapq.heappop(self._due)[2]
-            if timer.callback is not None:
-                timer.callback()
+                callback = heapq.heappop(self._due)[2]
+            callback()
 
 
 class MemoryLink(Link):
@@ -287,8 +275,8 @@ class MemoryTransport(Transport):
         self._dialers.append(dialer)
         return dialer
 
-    def call_later(self, delay_s: float, callback: Callable[[], object]) -> _Timer:
-        return self.network.at(delay_s, lambda: None if self.dead else callback())
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
+        self.network.at(delay_s, lambda: None if self.dead else callback())
 
     def close(self) -> None:
         if self.network.on_thread():

@@ -91,7 +91,7 @@ def test_little_is_kept_for_one_that_is_no_member_and_nothing_after_it() -> None
     for number in range(50):
         for message in (
             Message(kind=Kind.CHUNK, epoch=99, step=number, payload=torch.zeros(2**17)),
-            Message(kind=Kind.STATE, meta={"tensors": [], "meta": {}}),
+            Message(kind=Kind.STATE, meta={"count": 0, "meta": {}}),
         ):
             if stranger.link is not None:
                 stranger.link.send(message)

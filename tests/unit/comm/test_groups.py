@@ -6,44 +6,25 @@ import dataclasses
 import json
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.tasks.counted import kernel_bytes
+from tests.unit.comm.ranks import in_memory
 from tests.world import forkserver
 
-from smolcluster.comm.buckets import GradientBuckets, assign_buckets
+from smolcluster.comm.buckets import BucketSum, assign_buckets
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json, synchronize_weights
 from smolcluster.comm.memory_group import MemoryGroup, MemoryHub
 from smolcluster.comm.mesh import rendezvous
 from smolcluster.comm.mesh.backends import BackendRequest, agree
+from smolcluster.comm.rounds import Committed
 from smolcluster.errors import UserError
-
-
-def in_memory(size: int, work: Callable[[Group], Any]) -> list[Any]:
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
-
-    def run(rank: int, group: Group) -> None:
-        try:
-            results[rank] = work(group)
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(r, g)) for r, g in enumerate(MemoryGroup.world(size))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    if errors:
-        raise errors[0]
-    return results
 
 
 def _gloo_rank(rank: int, size: int, pipe: Any, work: Callable[[Group], Any]) -> None:
@@ -153,42 +134,16 @@ def test_sums_are_bit_identical_on_every_rank() -> None:
     assert all(other == first for other in others)
 
 
-def _kernel_bytes() -> tuple[int, int]:
-    """Bytes acknowledged and received over all TCP sockets of this process, as the kernel counts them."""
-    import os
-    import socket
-    import stat
-    import struct
-
-    sent = received = 0
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(link.name)).st_mode):
-                continue
-        except OSError:  # the folder we are reading was in its own list
-            continue
-        connection = socket.socket(fileno=os.dup(int(link.name)))
-        try:
-            info = connection.getsockopt(socket.IPPROTO_TCP, 11, 256)  # TCP_INFO
-            acked, got = struct.unpack_from("QQ", info, 120)  # tcpi_bytes_acked, tcpi_bytes_received
-            sent, received = sent + acked, received + got
-        except (OSError, struct.error):
-            pass
-        finally:
-            connection.close()
-    return sent, received
-
-
 def _measured_traffic(group: Group) -> tuple[float, float, float]:
     size = 1_000_000
     tensor = torch.zeros(size)
     group.barrier()
-    before = _kernel_bytes()
+    before = kernel_bytes()
     counted = group.traffic.bytes_sent
     for _ in range(5):
         group.all_reduce(tensor).wait()
     group.barrier()
-    after, counted = _kernel_bytes(), group.traffic.bytes_sent - counted
+    after, counted = kernel_bytes(), group.traffic.bytes_sent - counted
     group.barrier()  # nobody closes a connection before everybody has counted
     return after[0] - before[0], after[1] - before[1], counted
 
@@ -196,8 +151,6 @@ def _measured_traffic(group: Group) -> tuple[float, float, float]:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_counted_bytes_are_what_crossed_the_sockets(size: int) -> None:
     """The formula 2 (N-1)/N S against the kernel's own counters: at most 2 % and headers apart."""
-    import sys
-
     if not sys.platform.startswith("linux"):
         pytest.skip("TCP_INFO is Linux's")
     for sent, received, counted in over_gloo(size, _measured_traffic):
@@ -283,12 +236,12 @@ def test_a_bucket_leaves_while_backward_still_runs() -> None:
     """The last layer's gradient is on its way before the first layer's backward has begun."""
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 3, bias=False))
     group = Recording()
-    buckets = GradientBuckets(list(layers.parameters()), group, bucket_bytes=1, first_bucket_bytes=1)
+    buckets = BucketSum(list(layers.parameters()), group, bucket_bytes=1, num_slots=1)
     sent_when_first_layer_runs: list[int] = []
     layers[0].register_full_backward_pre_hook(lambda *_: sent_when_first_layer_runs.append(len(group.sent)))
-    buckets.arm(0, weight=1.0, stop=False)
+    buckets.start(0, weight=1.0)
     layers(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    buckets.disarm()
+    buckets.finish(0)
     assert sent_when_first_layer_runs == [1]
     assert group.sent == [12, 16 + 3], "the last bucket also carries the stop count, and who used which parameter"
 
@@ -296,42 +249,42 @@ def test_a_bucket_leaves_while_backward_still_runs() -> None:
 def test_buckets_leave_in_order_whatever_order_gradients_come_in() -> None:
     first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
     group = Recording()
-    buckets = GradientBuckets([first, second], group, bucket_bytes=1, first_bucket_bytes=1)
-    buckets.arm(0, weight=0.5, stop=True)
+    buckets = BucketSum([first, second], group, bucket_bytes=1, num_slots=1)
+    buckets.start(0, weight=0.5, stop=True)
     first.sum().backward()
     assert group.sent == [], "the second parameter's bucket must leave first"
     second.sum().backward()
     assert group.sent == [3, 2 + 3]
-    buckets.disarm()
+    buckets.finish(0)
     buckets.wait(0)
-    buckets.give(0)
+    buckets.give(Committed(1, 0))
     assert first.grad.tolist() == [0.5, 0.5]
     assert buckets.stop_count(0).item() == 1.0
 
 
 def test_gradients_outside_an_armed_step_are_left_alone() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    buckets = GradientBuckets([parameter], Recording(), bucket_bytes=100)
+    buckets = BucketSum([parameter], Recording(), bucket_bytes=100, num_slots=1)
     parameter.sum().backward()
     assert parameter.grad is not None
-    buckets.arm(0, weight=1.0, stop=False)
+    buckets.start(0, weight=1.0)
     parameter.sum().backward()
-    buckets.disarm()
+    buckets.finish(0)
     buckets.wait(0)
-    buckets.give(0)
+    buckets.give(Committed(1, 0))
     assert parameter.grad.tolist() == [2.0, 2.0], "both micro-batches count"
 
 
 def test_the_gradient_of_a_micro_batch_before_the_last_is_sent() -> None:
     """Of a parameter that the last one does not use. One that none of them uses has none, as without buckets."""
     early, last, never = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
-    buckets = GradientBuckets([early, last, never], Recording(), bucket_bytes=1, first_bucket_bytes=1)
+    buckets = BucketSum([early, last, never], Recording(), bucket_bytes=1, num_slots=1)
     early.sum().backward()
-    buckets.arm(0, weight=0.5, stop=False)
+    buckets.start(0, weight=0.5)
     last.sum().backward()
-    buckets.disarm()
+    buckets.finish(0)
     buckets.wait(0)
-    buckets.give(0)
+    buckets.give(Committed(1, 0))
     assert [None if p.grad is None else p.grad.tolist() for p in (early, last, never)] == [[0.5] * 2, [0.5] * 2, None]
 
 

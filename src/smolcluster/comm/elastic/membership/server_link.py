@@ -189,7 +189,7 @@ class ServerLink:
 
     def state(self, count: int) -> dict[str, Tensor] | None:
         """Receive the tensors that a WELCOME announced. None if the link was lost meanwhile: the next is a WELCOME."""
-        state = ReceivedState(count, most_bytes=self._mailbox.most_of(Kind.STATE))
+        state = ReceivedState(count, limit_bytes=count * self._mailbox.most_of(Kind.STATE))
         while not state.complete:
             message = self.get()
             assert message is not None

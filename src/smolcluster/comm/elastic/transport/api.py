@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message, Peer
 from smolcluster.comm.work import Traffic, Work
@@ -113,8 +113,8 @@ class Transport(ABC):
         """Connect to `host:port`; retries until the peer answers or the dialer is closed."""
 
     @abstractmethod
-    def call_later(self, delay_s: float, callback: Any) -> Any:
-        """Run `callback()` on the transport's thread. Returns an object with `cancel()`. From any thread."""
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
+        """Run `callback()` on the transport's thread. From any thread."""
 
     @abstractmethod
     def close(self) -> None:
