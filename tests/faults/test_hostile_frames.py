@@ -1,4 +1,4 @@
-"""A listening transport under fire: whatever strangers and members send, nothing false is delivered and nobody else suffers.
+"""A listening transport under attack: no invalid message is delivered, and other links are not affected.
 
 SMOLCLUSTER_FUZZ_FRAMES sets how many mutated streams are sent; a million take about half an hour.
 """
@@ -45,7 +45,7 @@ def place(head: Head) -> Tensor | None:
 
 
 class Server:
-    """A handler that keeps what it was told, by the sender's instance."""
+    """A handler that records its callbacks by the sender's instance."""
 
     def __init__(self) -> None:
         self.messages: dict[str, list[Message]] = defaultdict(list)
@@ -84,7 +84,7 @@ class Server:
 
 
 class Witness:
-    """A well-behaved member that stays linked and is answered all the time."""
+    """A correct member, which must stay connected and be answered throughout."""
 
     def __init__(self, address: str, keyring: Keyring | None = None) -> None:
         self.transport, self._seen = TcpTransport(make_peer(), keyring=keyring), Recorder(place)
@@ -140,7 +140,7 @@ def field() -> Iterator[Field]:
 
 
 class RawMember:
-    """Makes the handshake by hand, so that anything can be said afterwards."""
+    """Makes the handshake by hand, to send arbitrary bytes afterwards."""
 
     def __init__(self, field: Field) -> None:
         self.me = make_peer()
@@ -239,7 +239,7 @@ def damaged(rng: random.Random, *, honest: bool) -> bytes:
 
 
 class TestStrangers:
-    """Nobody has proved anything yet."""
+    """Before the handshake."""
 
     @pytest.mark.parametrize(
         "data",
@@ -260,7 +260,7 @@ class TestStrangers:
         ],
         ids=range(13),
     )
-    def test_what_is_no_handshake_ends_at_once(self, data: bytes) -> None:
+    def test_bytes_that_are_no_handshake_end_the_connection(self, data: bytes) -> None:
         with contextlib.closing(Field(handshake_s=10 * WAIT_S)) as field:
             provoke(field.connect(), data)
             assert len(field.server.linked_ones) == 1  # the witness
@@ -295,7 +295,7 @@ class TestStrangers:
         assert len(field.server.linked_ones) == before
         assert field.server.refusals == [refusal.meta["reason"]]
 
-    def test_a_thousand_idle_connections_go_and_nobody_suffers(self) -> None:
+    def test_a_thousand_idle_connections_are_closed(self) -> None:
         allow_files(3000)
         with contextlib.closing(Field(handshake_s=1.0, unauthenticated=100)) as field:
             idle: list[socket.socket] = []
@@ -313,7 +313,7 @@ class TestStrangers:
                 for sock in idle:
                     sock.close()
 
-    def test_one_who_says_nothing_costs_a_file_descriptor_and_nothing_else(self) -> None:
+    def test_a_silent_connection_costs_only_a_file_descriptor(self) -> None:
         """A thousand of them must not be felt by a run: nothing is made for one before it says something."""
         with contextlib.closing(Field(handshake_s=0.5)) as field:
             made = counted_links()
@@ -328,7 +328,7 @@ class TestStrangers:
             member.sock.close()
 
     @pytest.mark.parametrize("kind", ["uvloop", "asyncio", "tls"])
-    def test_nobody_leaves_work_to_the_garbage_collector(self, kind: str) -> None:
+    def test_ended_connections_are_freed_without_the_garbage_collector(self, kind: str) -> None:
         """A collection of everything is rare where torch is loaded: a flood would pile up megabytes until then."""
         if kind == "tls":
             pytest.importorskip("cryptography")
@@ -351,7 +351,7 @@ class TestStrangers:
             finally:
                 gc.enable()
 
-    def test_one_who_says_a_byte_at_a_time_has_no_more_time_than_others(self) -> None:
+    def test_a_byte_at_a_time_does_not_extend_the_handshake(self) -> None:
         with contextlib.closing(Field(handshake_s=0.5)) as field:
             began = time.monotonic()
             with field.connect() as sock, contextlib.suppress(ConnectionError):
@@ -378,7 +378,7 @@ class TestStrangers:
 
 
 class TestMembers:
-    """The handshake is done; what follows is not believed any more than before."""
+    """After the handshake."""
 
     def test_a_damaged_payload_is_told_to_both_sides(self, field: Field) -> None:
         changed = bytearray(to_bytes(PUSH))

@@ -1,4 +1,4 @@
-"""Every plan on paper: it computes the sum, moves no byte too many, and can never stop half-way."""
+"""Plans of collectives, simulated: results, bytes, and freedom from deadlock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a message: what was sent arrives in any pieces, and nothing else is ever believed."""
+"""Frames: messages survive any split of the stream, and every invalid frame is refused."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ class TestRefusals:
         with pytest.raises(TooLarge, match="at most 100 are allowed"):
             feed(make_parser(payload_bytes=100), to_bytes(Message(kind=Kind.PUSH, payload=torch.zeros(26))))
 
-    def test_a_payload_nobody_wants(self) -> None:
+    def test_a_payload_without_a_buffer(self) -> None:
         with pytest.raises(NotWanted, match=r"PUSH of step 0: no buffer for float32 of shape \[2, 3\]"):
             feed(make_parser(lambda head: None), self.PUSH)
 
@@ -398,11 +398,11 @@ class TestMeta:
         assert time.process_time() - began < at_most(1.0)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, torch.zeros(1)])
-    def test_a_sender_is_told_what_json_cannot_say(self, value: Any) -> None:
+    def test_values_that_json_does_not_have_are_refused(self, value: Any) -> None:
         with pytest.raises((ValueError, TypeError)):
             encode(Message(kind=Kind.ACK, meta={"loss": value}))
 
-    def test_a_sender_is_told_when_it_is_too_much(self) -> None:
+    def test_meta_beyond_the_limit_is_refused(self) -> None:
         with pytest.raises(ValueError, match="EVENT with 2000011 bytes of meta; at most 1048576"):
             encode(Message(kind=Kind.EVENT, meta={"line": "x" * 2_000_000}))
 

@@ -170,7 +170,7 @@ def test_a_silent_peer_is_an_error_not_a_hang() -> None:
 # Buckets
 
 
-def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_master_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may become known while machines start; then it is asked for again."""
     asked: list[str] = []
 
@@ -329,7 +329,7 @@ def test_ranks_agree_on_a_backend(said: list[str], backend: str) -> None:
         (["nccl cuda a", "nccl hip b"], "the GPUs are of several kinds"),
     ],
 )
-def test_ranks_that_cannot_agree_are_told(said: list[str], message: str) -> None:
+def test_conflicting_backends_are_refused(said: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         agree(wishes(*said))
 
@@ -358,7 +358,7 @@ def sign(store: Any, rank: int, who: str) -> list[str]:
     return [signed.who for signed in rendezvous._wait_for_all(store, place, me, lambda: False)]
 
 
-def test_of_two_with_one_number_one_is_told_however_they_meet() -> None:
+def test_a_rank_that_was_started_twice_is_refused() -> None:
     """The second has looked and seen nobody; before it signs, the others have met."""
     store = dist.HashStore()
 
@@ -371,7 +371,7 @@ def test_of_two_with_one_number_one_is_told_however_they_meet() -> None:
         sign(Store(store, others_meet), 1, "a twin")
 
 
-def test_one_that_is_started_again_before_all_are_there_takes_its_place() -> None:
+def test_a_rank_that_restarts_before_all_have_joined_replaces_itself() -> None:
     store = dist.HashStore()
     left = rendezvous.Signature(host="here", named=None, gpu=None, said={}, who="one that left")
     store.set("joined/1", json.dumps(dataclasses.asdict(left)))

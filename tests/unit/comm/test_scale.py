@@ -1,4 +1,4 @@
-"""What a step, a view and a link cost as members become many: work is counted, not timed."""
+"""The cost of a step, a view and a join as a function of the number of members, in executed lines instead of seconds."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ WRONG: dict[str, list[Message]] = {
 
 
 @pytest.mark.parametrize("messages", WRONG.values(), ids=WRONG.keys())
-def test_what_is_no_slice_of_a_state_is_refused(messages: list[Message]) -> None:
+def test_an_invalid_slice_of_a_state_is_refused(messages: list[Message]) -> None:
     state = ReceivedState(2, limit_bytes=1000)
     for message in messages[:-1]:
         state.take(message)

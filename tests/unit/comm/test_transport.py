@@ -1,4 +1,4 @@
-"""Transports: the same promises over memory, over TCP with both loops, and over TLS."""
+"""The transport: over TCP with both event loops, and over TLS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import pytest
 import torch
 from tests.places import eventually, free_port
 from tests.relay import Relay
-from tools.memory_transport import Switchboard
 from torch import Tensor
 
 from smolcluster.comm.addresses import join_address, reach, split_address
@@ -43,7 +42,7 @@ def make_peer(role: str = "worker", rank: int = 0, *, run: str = "") -> Peer:
 
 
 class Recorder:
-    """A handler that keeps everything it is told, and lets tests wait for it."""
+    """A handler that records its callbacks, and lets tests wait for them."""
 
     def __init__(self, place: Callable[[Head], Tensor | None] | None = None) -> None:
         self.links: list[Link] = []
@@ -90,7 +89,7 @@ class Recorder:
 
 
 class Told:
-    """What `sent` was called with."""
+    """Records the calls of `sent`."""
 
     def __init__(self) -> None:
         self.all: list[tuple[int, bool]] = []
@@ -116,19 +115,13 @@ class World:
 
     def __init__(self, sort: str) -> None:
         self.sort = sort
-        self.network = Switchboard() if sort == "memory" else None
         self.token = new_token() if sort == "tls" else None
         self._transports: list[Transport] = []
 
     def transport(self, role: str = "worker", rank: int = 0, *, run: str = "", **limits: Any) -> Any:
         me = make_peer(role, rank, run=run)
-        transport: Transport
-        if self.network is not None:
-            transport = self.network.transport(me)
-        else:
-            keyring = Keyring([self.token]) if self.token else None
-            transport = TcpTransport(me, keyring=keyring, limits=LinkLimits(**limits), uvloop=self.sort != "asyncio")
-        return self.keep(transport)
+        keyring = Keyring([self.token]) if self.token else None
+        return self.keep(TcpTransport(me, keyring=keyring, limits=LinkLimits(**limits), uvloop=self.sort != "asyncio"))
 
     def keep(self, transport: Any) -> Any:
         """To close it in the end."""
@@ -152,8 +145,6 @@ class World:
     def close(self) -> None:
         for transport in self._transports:
             transport.close()
-        if self.network is not None:
-            self.network.close()
 
 
 def sorts(*names: str) -> Any:
@@ -176,7 +167,6 @@ def _installed(module: str | None) -> bool:
     return module is None or importlib.util.find_spec(module) is not None
 
 
-ALL = sorts("memory", "asyncio", "uvloop", "tls")
 TCP = sorts("asyncio", "uvloop", "tls")
 PLAIN = sorts("asyncio")
 
@@ -188,7 +178,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     world.close()
 
 
-@ALL
+@TCP
 class TestLinks:
     def test_both_ends_know_each_other(self, world: World) -> None:
         server, worker = world.transport("server", run="0123456789abcdef"), world.transport("worker", 3)
@@ -288,7 +278,7 @@ class TestLinks:
         at_worker.wait(lambda r: r.ends)
         assert not at_worker.messages
 
-    def test_the_sender_is_told_when_a_message_has_left(self, world: World) -> None:
+    def test_sent_is_called_for_each_message(self, world: World) -> None:
         """Once for each, in order, on the transport's thread."""
         server_link, _, _, at_worker = world.pair()
         told = Told()
@@ -444,7 +434,7 @@ class TestTcp:
         assert "too slow" in at_worker.ends[0]
         assert "the limit is 480" in at_worker.ends[0]  # four times 12 MB, and the headers
 
-    def test_what_had_not_left_when_the_link_ended_is_told(self, world: World) -> None:
+    def test_unsent_messages_are_reported_when_the_link_ends(self, world: World) -> None:
         server_link, _, worker_link, at_worker = world.pair(silence_s=WAIT_S)
         told = Told()
         at_worker.on_end = lambda: told.of(-1)(False)
@@ -456,7 +446,7 @@ class TestTcp:
             told.wait(4)
         assert told.all == [(0, False), (1, False), (2, False), (-1, False)]
 
-    def test_a_slow_line_is_not_silent(self, world: World) -> None:
+    def test_a_slow_link_is_not_silent(self, world: World) -> None:
         """Inside a payload we ask to be woken late; a line that needs longer for it than silence may last still counts."""
         server, worker = world.transport("server"), world.transport(silence_s=1.0, beat_s=0.1)
         at_server, at_worker = Recorder(), Recorder()
@@ -485,7 +475,7 @@ class TestTcp:
         assert not at_worker.ends
         assert not at_server.messages, "beats are nobody's business"
 
-    def test_a_peer_that_stands_still_while_its_machine_answers_is_kept(self, world: World) -> None:
+    def test_a_stopped_peer_whose_kernel_answers_is_kept(self, world: World) -> None:
         """As in a call that holds the GIL. The bound for it is another one than for a machine that is gone."""
         server = world.transport("server", silence_s=0.6, beat_s=0.1, stall_s=WAIT_S)
         worker = world.transport(silence_s=WAIT_S, beat_s=0.1)
@@ -520,7 +510,7 @@ class TestTcp:
         silent_s = float(at_server.ends[0].removeprefix("silent for ").removesuffix(" s"))
         assert silent_s >= (0.6 if unanswered_s is not None else stall_s)
 
-    def test_our_own_standing_still_is_not_the_peers_silence(self, world: World) -> None:
+    def test_time_in_which_this_process_was_suspended_does_not_count(self, world: World) -> None:
         """A laptop that was asleep, and its peer with it: the first to wake has an old clock and no beat from the other."""
         server, worker = world.transport("server", silence_s=WAIT_S), world.transport(silence_s=1.0, beat_s=0.1)
         at_server, at_worker = world.meet(server, worker)
@@ -620,7 +610,7 @@ class TestTcp:
         assert worker.loop.is_closed()
         assert not worker._tasks
 
-    def test_waiting_is_told_once(self, world: World, caplog: pytest.LogCaptureFixture) -> None:
+    def test_waiting_is_logged_once(self, world: World, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
         worker, address = world.transport(), f"{HERE}:{free_port()}"
         worker.dial(address, Recorder())
@@ -662,11 +652,11 @@ class TestCongestion:
     def algorithm(self, sock: socket.socket) -> bytes:
         return bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)).rstrip(b"\0")
 
-    def test_bbr_gives_way_on_a_local_line(self, pair: tuple[socket.socket, socket.socket]) -> None:
+    def test_bbr_is_replaced_on_a_local_link(self, pair: tuple[socket.socket, socket.socket]) -> None:
         set_options(pair[0], buffer_size=None)
         assert self.algorithm(pair[0]) in INSTEAD_OF_BBR
 
-    def test_it_stays_on_the_way_to_others(
+    def test_bbr_stays_on_other_links(
         self, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sockets, "_is_local", lambda sock: False)
@@ -768,7 +758,7 @@ class TestTokens:
 
 @PLAIN
 class TestVersions:
-    """Somebody speaks another version of the protocol: both sides say which two do not fit."""
+    """Peers with another version of the protocol: both sides report both versions."""
 
     def test_a_newer_dialer(self, world: World) -> None:
         at_server, server = Recorder(), world.transport("server")
@@ -872,7 +862,7 @@ class TestHandshake:
         ],
         ids=str,
     )  # fmt: skip
-    def test_nothing_in_a_hello_is_believed(self, change: dict[str, Any]) -> None:
+    def test_every_field_of_a_hello_is_validated(self, change: dict[str, Any]) -> None:
         meta = dataclasses.asdict(make_peer())
         assert read_peer(meta).role == "worker"
         with pytest.raises(Refusal):
@@ -908,7 +898,7 @@ class AsksItself(socket.socket):
 
 
 @TCP
-def test_nobody_is_connected_with_itself(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_connected_to_itself_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody listens yet. It would be a refusal for good, and keep the port from the one who is waited for."""
     port, attempts = free_port(), threading.Event()
 
@@ -953,7 +943,7 @@ def test_pauses_between_dials_grow_and_stay_bounded(monkeypatch: pytest.MonkeyPa
 
 @contextlib.contextmanager
 def hold(link: Link) -> Iterator[None]:
-    """Keep a transport's thread from doing anything, as a stopped process would be."""
+    """Block a transport's thread, as in a stopped process."""
     held, release = threading.Event(), threading.Event()
     owner_of(link).call_later(0, lambda: (held.set(), release.wait(WAIT_S)))
     assert held.wait(WAIT_S)
@@ -987,7 +977,7 @@ def first_damaged(*, byte: int) -> Callable[[int, int, bytes], bytes]:
 
 
 def pause(transport: Transport, seconds: float) -> None:
-    """Give a transport time to do what it should not."""
+    """Wait, to see that the transport does nothing meanwhile."""
     done = threading.Event()
     transport.call_later(seconds, done.set)
     assert done.wait(WAIT_S)

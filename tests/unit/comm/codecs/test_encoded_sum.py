@@ -1,4 +1,4 @@
-"""Sums of encoded gradients, of members that come and go: in one process, without sockets."""
+"""`EncodedSum` with changing members: in one process, without sockets."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def same(first: Gradients, second: Gradients) -> bool:
 
 
 def round_of(members: Sequence[Member], step: int, gradients: Sequence[Gradients]) -> dict[str, Tensor]:
-    """Everybody contributes; returns the mean, which is the same on all of them."""
+    """Contribute on all members; return the mean, which must be the same on all."""
     for member, mine in zip(members, gradients, strict=True):
         member.contribute(step, mine)
     return taken(members, step, weight=len(members))
@@ -153,7 +153,7 @@ def test_without_loss_it_is_the_weighted_mean(size: int) -> None:
 
 @SEVERAL_BUCKETS
 @pytest.mark.parametrize("name", ["fp16", "int8", "topk"])
-def test_what_nobody_used_has_no_gradient(name: str) -> None:
+def test_a_tensor_that_no_member_used_has_no_gradient(name: str) -> None:
     members = world(2, name)
     first, second = random_gradients(1), random_gradients(2)
     del first["table"], second["table"], second["bias"]
@@ -244,7 +244,7 @@ def test_a_part_that_came_too_late_leaves_no_trace(name: str) -> None:
 
 @SEVERAL_BUCKETS
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
-def test_what_cannot_be_encoded_is_reported_and_nobody_waits(value: float) -> None:
+def test_a_gradient_that_cannot_be_encoded_is_reported(value: float) -> None:
     members, gradients = world(2, "fp16"), [random_gradients(0), random_gradients(1)]
     for rank, member in enumerate(members):
         mine = dict(gradients[rank])
@@ -428,7 +428,7 @@ class BadBody(Garbling):
 
 
 class Blaming(Garbling):
-    """Says that the part of a member that does not exist could not be read."""
+    """Reports an unreadable contribution of a member that does not exist."""
 
     def spoiled(self, tensor: Tensor) -> Tensor:
         bad = tensor.clone()
@@ -438,7 +438,7 @@ class Blaming(Garbling):
 
 @pytest.mark.parametrize(("kind", "phase"), [(Garbling, 0), (Garbling, 1), (BadBody, 0), (BadBody, 1), (Blaming, 1)])
 def test_all_others_name_the_member_whose_bytes_cannot_be_read(kind: type[Garbling], phase: int) -> None:
-    """One witness would be its word against another's."""
+    """All others report it, so that one report alone need not be believed."""
     hub, members = MemoryHub(3), [Member("int8") for _ in range(3)]
     for rank, member in enumerate(members):
         group = (kind if rank == 2 else MemoryGroup)(hub, rank)

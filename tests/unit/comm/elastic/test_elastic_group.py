@@ -15,7 +15,6 @@ import pytest
 import torch
 from tests.places import eventually
 from tests.unit.comm.ranks import SECONDS, at_once
-from tools.memory_transport import MemoryTransport, Switchboard
 
 from smolcluster.comm.elastic.collectives import peers as peers_module
 from smolcluster.comm.elastic.collectives import schedule
@@ -39,12 +38,11 @@ def instance(rank: int, life: int = 0) -> str:
 class World:
     """Workers of one process, each with a transport and peers of its own."""
 
-    def __init__(self, kind: str, **tcp: Any) -> None:
-        self.kind, self.tcp = kind, tcp
-        self.network = Switchboard() if kind == "memory" else None
-        self.transports: dict[str, Transport] = {}
+    def __init__(self, **tcp: Any) -> None:
+        self.tcp = {"limits": LinkLimits(silence_s=SECONDS), **tcp}
+        self.transports: dict[str, TcpTransport] = {}
         self.peers: dict[str, Peers] = {}
-        self.lost: list[tuple[str, ViewMember, str]] = []  # who told, whom
+        self.lost: list[tuple[str, ViewMember, str]] = []  # the reporting instance, the lost member, the reason
 
     def add(self, rank: int, *, life: int = 0, **options: Any) -> ViewMember:
         me = Peer(role="worker", rank=rank, host="here", instance=instance(rank, life))
@@ -54,10 +52,9 @@ class World:
         address = peers.listen("127.0.0.1", 0)
         return ViewMember(rank, me.instance, "here", address)
 
-    def transport(self, me: Peer) -> Transport:
-        made = TcpTransport(me, **self.tcp) if self.network is None else self.network.transport(me)
-        self.transports[me.instance] = made
-        return made
+    def transport(self, me: Peer) -> TcpTransport:
+        self.transports[me.instance] = TcpTransport(me, **self.tcp)
+        return self.transports[me.instance]
 
     def form(self, view: View) -> list[ElasticGroup]:
         return [self.peers[member.instance].form(view) for member in view.members]
@@ -66,42 +63,31 @@ class World:
         return self.form(View(1, 0, tuple(self.add(rank) for rank in range(size))))
 
     def kill(self, member: ViewMember) -> None:
+        """As by SIGKILL: its connections end without a message."""
         transport = self.transports.pop(member.instance)
-        if isinstance(transport, MemoryTransport):
-            transport.network.kill(transport)
-        else:
-            transport.close()
+        transport.call_later(0, lambda: [link.abort() for link in list(transport.connections)])
+        transport.close()
 
     def close(self) -> None:
         for peers in self.peers.values():
             peers.close()
-        closing = [threading.Thread(target=transport.close) for transport in self.transports.values()]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join(SECONDS)
-        if self.network is not None:
-            self.network.close()
-
-
-@pytest.fixture(params=["memory", "tcp"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with contextlib.closing(World(request.param)) as world:
-        yield world
-
-
-SIZES = pytest.mark.parametrize(
-    ("kind", "size"), [*(("memory", n) for n in (1, 2, 3, 4, 5)), *(("tcp", n) for n in (2, 3))]
-)
-SEVERAL = pytest.mark.parametrize(
-    ("kind", "size"), [*(("memory", n) for n in (2, 3, 4, 5)), *(("tcp", n) for n in (2, 3))]
-)
+        if self.transports:
+            at_once(list(self.transports.values()), TcpTransport.close)
 
 
 @pytest.fixture
-def groups(kind: str, size: int) -> Iterator[list[ElasticGroup]]:
-    with contextlib.closing(World(kind)) as world:
-        yield world.groups(size)
+def world() -> Iterator[World]:
+    with contextlib.closing(World()) as world:
+        yield world
+
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+SEVERAL = pytest.mark.parametrize("size", [2, 3, 4, 5])
+
+
+@pytest.fixture
+def groups(world: World, size: int) -> list[ElasticGroup]:
+    return world.groups(size)
 
 
 # Every operation, against the group in memory
@@ -212,7 +198,7 @@ def test_alone_every_operation_is_done_at_once(world: World) -> None:
         group.barrier()
 
 
-def test_wrong_use_is_told(world: World) -> None:
+def test_wrong_arguments_are_refused(world: World) -> None:
     group, _ = world.groups(2)
     with pytest.raises(ValueError, match="not 2 x 3"):
         group.all_gather(torch.zeros(5), torch.zeros(3))
@@ -358,7 +344,7 @@ def test_a_member_dies_in_the_middle_of_a_sum(world: World) -> None:
 
 
 def test_a_member_dies_while_pieces_fly(world: World) -> None:
-    """Nothing of the broken sum is left in the memory that the next view uses."""
+    """The aborted sum does not write into memory that the next view uses."""
     groups = world.groups(3)
     members = groups[0].view.members
     tensors = [torch.full((2_000_000,), float(r + 1)) for r in range(3)]
@@ -379,7 +365,7 @@ def test_a_member_dies_while_pieces_fly(world: World) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_members_come_and_go_at_any_moment(world: World, seed: int) -> None:
-    """Whatever was under way when the view changed, the next view's sums are right, and nothing is left behind."""
+    """Sums of the next view are right, whatever was in flight when the view changed, and no memory stays reserved."""
     chance = random.Random(seed)
     members = [world.add(rank) for rank in range(3)]
     view = View(1, 0, tuple(members))
@@ -612,7 +598,7 @@ class HalfWayOut:
 
 @pytest.fixture
 def half_way_out() -> Iterator[HalfWayOut]:
-    with contextlib.closing(World("tcp", buffer_size=65536, limits=LinkLimits(silence_s=SECONDS))) as world:
+    with contextlib.closing(World(buffer_size=65536, limits=LinkLimits(silence_s=SECONDS))) as world:
         made = HalfWayOut(world)
         yield made
         made.let_go()
@@ -640,7 +626,9 @@ def test_memory_is_the_callers_again_only_when_no_piece_is_half_way_out(half_way
     assert half_way_out.world.lost == []
 
 
-def test_pieces_that_will_never_leave_hold_up_nobody(half_way_out: HalfWayOut, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forming_a_view_does_not_wait_for_a_broken_link(
+    half_way_out: HalfWayOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers_module, "SETTLE_S", 2 * SECONDS)  # the end of the link is enough
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(half_way_out.form, 0)
@@ -702,7 +690,7 @@ def test_another_process_at_a_members_address_is_not_that_member(world: World) -
 
 
 class Hostile:
-    """A member that speaks for itself: it takes links, and sends what the test says."""
+    """A member without `Peers`: it accepts links and sends what the test chooses."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.links: dict[str, Link] = {}
@@ -805,7 +793,7 @@ def test_a_lost_link_is_reported_although_another_one_to_that_member_is_open(wor
     assert other.links[me.instance].open
 
 
-def test_a_stranger_is_not_listened_to(world: World) -> None:
+def test_chunks_of_a_process_outside_the_view_end_its_link(world: World) -> None:
     groups = world.groups(2)
     stranger = Hostile(world, 7)
     stranger.transport.dial(groups[0].view.members[0].address, stranger)
@@ -819,7 +807,7 @@ def test_a_stranger_is_not_listened_to(world: World) -> None:
 
 
 class Impostor(Hostile):
-    """It has the token, and knows the instance of a member."""
+    """A process with the token that claims the instance of a member."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.got: list[Kind] = []
@@ -861,7 +849,7 @@ def test_members_that_prove_who_they_are_sum(world: World) -> None:
     assert_sums(form_with_keys(world, View(3, 0, tuple(members[1:])), PairKeys()))
 
 
-def test_members_that_hear_of_other_keys_at_different_times_sum(world: World) -> None:
+def test_members_that_receive_new_keys_at_different_times_sum(world: World) -> None:
     a, b = (world.add(rank, proven=True) for rank in range(2))
     before, after = PairKeys(), PairKeys()
     form_with_keys(world, View(1, 0, (a, b)), before, a)
@@ -909,7 +897,7 @@ def test_to_know_an_instance_is_not_enough_to_be_that_member(world: World, messa
     assert world.lost == []
 
 
-def test_a_proof_is_of_no_use_on_another_link(world: World) -> None:
+def test_a_proof_is_refused_on_another_link(world: World) -> None:
     """Not even to somebody to whom it was sent."""
     a, b = (world.add(rank, proven=True) for rank in range(2))
     keys = read_keys(PairKeys().of(a.instance, [b.instance]))
@@ -946,7 +934,7 @@ STATE = {
 }
 
 
-def test_a_state_goes_to_a_member_that_nobody_has_met(world: World) -> None:
+def test_a_state_reaches_a_member_without_a_link(world: World) -> None:
     donor, joiner = world.add(0), world.add(1)
     world.peers[donor.instance].send_state(joiner, STATE, {"step": 12})
     meta, tensors = world.peers[joiner.instance].receive_state(SECONDS)
@@ -977,7 +965,7 @@ def test_a_large_state_goes_in_slices_and_sums_pass_between_them(world: World) -
 
 
 def test_ten_thousand_tensors_and_one_beyond_the_largest_payload_arrive() -> None:
-    with contextlib.closing(World("tcp", limits=LinkLimits(payload_bytes=1 << 20, silence_s=60.0))) as world:
+    with contextlib.closing(World(limits=LinkLimits(payload_bytes=1 << 20, silence_s=60.0))) as world:
         donor, joiner = world.add(0), world.add(1)
         state = {
             f"layers.{i}.a_name_as_long_as_those_of_large_models.weight": torch.full((3,), i) for i in range(10_000)
@@ -1019,7 +1007,7 @@ def test_a_state_that_is_not_the_announced_one_ends_the_link(world: World, messa
         joiner.receive_state(SECONDS)
 
 
-def test_a_state_that_breaks_off_is_told_on_both_sides(world: World) -> None:
+def test_an_incomplete_state_is_reported(world: World) -> None:
     joiner, link = open_donation(world)
     for message in (announced(2), slice_of(0, torch.zeros(2), name="a", shape=[2])):
         link.send(message)
@@ -1060,22 +1048,19 @@ NO_VIEWS: list[Any] = [
 
 
 @pytest.mark.parametrize("value", NO_VIEWS, ids=range(len(NO_VIEWS)))
-def test_what_is_no_view_is_refused(value: Any) -> None:
+def test_an_invalid_view_is_refused(value: Any) -> None:
     with pytest.raises(ValueError):
         View.from_meta(value)
 
 
-@pytest.mark.parametrize("kind", ["memory", "tcp"])
-def test_sends_to_two_peers_at_once_with_one_tag(kind: str) -> None:
-    with contextlib.closing(World(kind)) as world:
+def test_sends_to_two_peers_at_once_with_one_tag(world: World) -> None:
+    def work(group: ElasticGroup) -> float:
+        big = torch.full((500_000,), float(group.rank))
+        if group.rank == 0:
+            for sent in [group.send(big, to=1), group.send(big, to=2)]:
+                sent.wait()
+        else:
+            group.recv(big, source=0).wait()
+        return float(big[0])
 
-        def work(group: ElasticGroup) -> float:
-            big = torch.full((500_000,), float(group.rank))
-            if group.rank == 0:
-                for sent in [group.send(big, to=1), group.send(big, to=2)]:
-                    sent.wait()
-            else:
-                group.recv(big, source=0).wait()
-            return float(big[0])
-
-        assert at_once(world.groups(3), work) == [0.0, 0.0, 0.0]
+    assert at_once(world.groups(3), work) == [0.0, 0.0, 0.0]

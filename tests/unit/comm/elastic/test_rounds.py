@@ -1,4 +1,4 @@
-"""Rounds of members that stay: what is applied when, and with which weights. `tests/equivalence` has them over sockets."""
+"""Rounds of a fixed membership: weights, and when results are applied. `tests/equivalence` runs them over sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens, what is derived from them, and who gets in with what: over real TLS on loopback."""
+"""Tokens, keys derived from them, authentication over real TLS on loopback, token files."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_every_single_typing_mistake_is_seen_and_the_token_never_repeated() -> N
         (FIXED[:10] + FIXED[11] + FIXED[10] + FIXED[12:], "typing mistake"),
     ],
 )
-def test_what_is_no_token_is_told_with_its_place(token: str, message: str) -> None:
+def test_an_invalid_token_is_reported_with_its_source(token: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         Keyring([token], source="SMOLCLUSTER_TOKEN")
     assert str(caught.value).startswith("SMOLCLUSTER_TOKEN: ")
@@ -229,7 +229,7 @@ def test_a_wrong_token_is_refused_and_both_ends_know_why() -> None:
 
 
 @pytest.mark.parametrize("name", [None, "localhost", "smolcluster", f"{FIXED_CLUSTER}", f"{FIXED_CLUSTER}.example.org"])
-def test_whoever_names_no_token_sees_no_certificate(name: str | None) -> None:
+def test_a_client_without_a_token_name_sees_no_certificate(name: str | None) -> None:
     refused, told = shake(Keyring([FIXED]).server_context(), without_token(), name=name)
     assert explain(refused) == "the peer sent no token name"
     assert told.reason == "TLSV1_UNRECOGNIZED_NAME"
@@ -632,7 +632,7 @@ def test_what_others_say_does_not_steer_the_terminal(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "token list"])
-def test_commands_print_nothing_that_steers_the_terminal(
+def test_commands_print_no_control_characters_of_peers(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Last lines of processes, problems of machines, notes of tokens."""

@@ -1,4 +1,4 @@
-"""A worker's line to its server: what is sent beside other messages does not hold them up."""
+"""A worker's link to its server: large transfers do not delay other messages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_message_goes_before_the_rest_of_a_state() -> None:
     assert [message.step for message in link.sent if message.kind is Kind.STATE] == list(range(10))
 
 
-def test_parts_of_a_state_keep_their_order_whoever_sends_them() -> None:
+def test_parts_of_a_state_keep_their_order_between_threads() -> None:
     """The next ones leave on the transport's thread, while the line's own adds more."""
     line, link = linked()
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""The heartbeat roster: members receive who is there and who was; nobody waits for a peer that is silent, slow or hostile."""
+"""The heartbeat roster: all members receive all reports; silent, slow and hostile peers do not delay the others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Roster:
         return client
 
     def peer(self, role: str = "member", **limits: Any) -> tuple[TcpTransport, Recorder]:
-        """Somebody who speaks the protocol of the transport, and does what a test wants."""
+        """A peer with a plain transport, controlled by the test."""
         transport = TcpTransport(make_peer(role), limits=LinkLimits(**{"silence_s": 1e9, **limits}), uvloop=False)
         self._stack.callback(transport.close)
         return transport, Recorder()

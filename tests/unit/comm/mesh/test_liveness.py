@@ -1,4 +1,4 @@
-"""Ranks that watch each other: who is lost is named, and what keeps them from watching is known by all."""
+"""Failure detection between ranks without a launcher: lost ranks are named on all others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smolcluster.comm.group import Group
 from smolcluster.comm.mesh.liveness import LivenessMonitor
 
 
-def test_last_words_reach_the_others() -> None:
+def test_the_error_of_a_rank_reaches_the_others() -> None:
     lost: dict[int, str] = {}
     named = threading.Event()
 
@@ -32,7 +32,7 @@ def test_last_words_reach_the_others() -> None:
         watch.leave()
 
 
-def test_a_rank_0_that_cannot_listen_is_known_by_all() -> None:
+def test_all_ranks_raise_when_rank_0_cannot_listen() -> None:
     def begin(group: Group) -> None:
         with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0"):
             LivenessMonitor(group, "192.0.2.1", name="here", on_lost=lambda _: None)

@@ -10,8 +10,8 @@ block. `Link.send` may be called from any thread.
                                                    Handler.received(link, message)
       Handler.unlinked(link, reason)  <-- end -->  Handler.unlinked(link, reason)
 
-`tcp.TcpTransport` implements it with asyncio, and TLS 1.3 when there is a token. `tools/memory_transport.py` implements it
-inside one process, for tests. torch is imported with the first payload.
+`tcp.TcpTransport` implements it with asyncio, and TLS 1.3 when there is a token; `tools/memory_transport.py` inside one
+process, for the fuzzer. torch is imported with the first payload.
 """
 
 from __future__ import annotations
