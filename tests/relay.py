@@ -1,4 +1,4 @@
-"""A relay between a client and a server: a test slows it down, changes what passes, or cuts it."""
+"""A TCP relay between a client and a server that can be slowed down, corrupted or cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever bytes come over the wire, in an HTTP body or in a file of weights, nothing happens but a refusal.
+"""Fuzz every parser of received bytes: frames, HTTP bodies, files of weights. Invalid input must be refused, nothing else.
 
     python -m tools.fuzz                                        every target, a minute each
     python -m tools.fuzz parser roster --seconds 600            these, longer
@@ -467,7 +467,7 @@ class _RosterServer:
     """A server's roster and those who talk to it."""
 
     def __init__(self) -> None:
-        self.network = Switchboard(manual=True)
+        self.network = Switchboard()
         self.rows: list[Any] = []
         self.box = _Box()
         # What the real server makes of a JOIN and of an EVENT.
@@ -575,7 +575,7 @@ def roster(data: bytes) -> str:
 def line(data: bytes) -> str:
     """A worker hears its server: messages, or an end that says whose fault it is."""
     source = Source(data)
-    network = Switchboard(manual=True)
+    network = Switchboard()
     server = _Party(network.transport(_peer("server", 99)))
     address = server.transport.listen("here", 0, server)
     flags = source.byte()
@@ -646,7 +646,7 @@ def plan(data: bytes) -> str:
 def peers(data: bytes) -> str:
     """Two workers sum a tensor while one that is no member says anything: the sum is right all the same."""
     source = Source(data)
-    network = Switchboard(manual=True)
+    network = Switchboard()
     transports = [network.transport(_peer("worker", n)) for n in range(2)]
     both = [Peers(transport) for transport in transports]
     addresses = [peers.listen("here", 0) for peers in both]
@@ -792,8 +792,8 @@ TOKENS = (
 )
 
 
-def mutated(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Damaged in one to four of many ways."""
+def mutated(rng: random.Random, data: bytes, others: Sequence[bytes], *, most: int = MAX_BYTES) -> bytes:
+    """Damage these bytes in one to four of many ways."""
     result = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(result) + 1) if rng.random() < 0.6 else rng.randrange(min(len(result), 160) + 1)
@@ -816,7 +816,7 @@ def mutated(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
                 result[at:] = other[rng.randrange(len(other) + 1) :]
             case _:
                 result[at:at] = rng.choice(TOKENS)
-    return bytes(result[:MAX_BYTES])
+    return bytes(result[:most])
 
 
 def search(name: str, found: list[bytes], *, seconds: float, seed: int) -> Iterator[tuple[bytes, BaseException]]:

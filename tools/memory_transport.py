@@ -1,11 +1,8 @@
-"""A transport inside one process, for tests: the same interface as TCP.
+"""A transport inside one process, without threads or a clock, for the fuzzer: the same interface as TCP.
 
-    network = Switchboard()
-    server, worker = network.transport(peer_a), network.transport(peer_b)
-    network.kill(worker)  # as by SIGKILL: it hears and says nothing more, its links end
-
-Everything happens on the switchboard's thread, one thing after the other. With `manual=True` there is no thread and no clock:
-`advance` does what is due, in the caller's thread, and moves the time on.
+network = Switchboard()
+server, worker = network.transport(peer_a), network.transport(peer_b)
+network.advance(0.05)  # do what is due, in the caller's thread, and move the time on
 """
 
 from __future__ import annotations
@@ -13,8 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import secrets
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,84 +41,31 @@ class _Lost:
         raise PeerLost(self._reason)
 
 
-class _Timer:
-    def __init__(self, callback: Callable[[], object]) -> None:
-        self.callback: Callable[[], object] | None = callback
-
-    def cancel(self) -> None:
-        self.callback = None
-
-
 class Switchboard:
-    """The network between the transports it makes."""
+    """The network between the transports it makes, with a clock of its own."""
 
-    def __init__(self, *, manual: bool = False) -> None:
+    def __init__(self) -> None:
         self.listeners: dict[str, tuple[MemoryTransport, Handler]] = {}
         self.ports = itertools.count(40_000)
-        self.lock = threading.RLock()
-        self._changed = threading.Condition(self.lock)
-        self._due: list[tuple[float, int, _Timer]] = []
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
-        self._time_s = 0.0
-        self._closed = False
-        self._thread = None if manual else threading.Thread(target=self._work, name="switchboard", daemon=True)
-        if self._thread is not None:
-            self._thread.start()
+        self._now_s = 0.0
 
     def transport(self, me: Peer) -> MemoryTransport:
         return MemoryTransport(self, me)
 
-    def kill(self, transport: MemoryTransport) -> None:
-        transport.dead = True
-        self.at(0, lambda: transport.hang_up("the connection was closed"))
-
-    # For transports and links
-
-    @property
-    def now(self) -> float:
-        return self._time_s if self._thread is None else time.monotonic()
-
-    def at(self, delay_s: float, callback: Callable[[], object]) -> _Timer:
-        timer = _Timer(callback)
-        with self._changed:
-            heapq.heappush(self._due, (self.now + delay_s, next(self._numbers), timer))
-            self._changed.notify_all()
-        return timer
-
-    # Time
+    def at(self, delay_s: float, callback: Callable[[], object]) -> None:
+        """Call this after a delay. From any thread."""
+        heapq.heappush(self._due, (self._now_s + delay_s, next(self._numbers), callback))
 
     def advance(self, seconds: float = 0.0) -> None:
-        """With `manual`: do everything that is due until so many seconds from now."""
-        assert self._thread is None, "the switchboard has a thread for this"
-        until = self._time_s + seconds
+        """Do everything that is due until so many seconds from now."""
+        until = self._now_s + seconds
         while self._due and self._due[0][0] <= until:
-            due, _, timer = heapq.heappop(self._due)
-            self._time_s = max(self._time_s, due)
-            if timer.callback is not None:
-                timer.callback()
-        self._time_s = until
-
-    def on_thread(self) -> bool:
-        """Whether the caller may act at once: it is the switchboard's thread, or there is none."""
-        return self._thread is None or not self._thread.is_alive() or threading.get_ident() == self._thread.ident
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None and not self.on_thread():
-            self._thread.join()
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and (not self._due or self._due[0][0] > self.now):
-                    self._changed.wait(self._due[0][0] - self.now if self._due else None)
-                if self._closed:
-                    return
-                timer = heapq.heappop(self._due)[2]
-            if timer.callback is not None:
-                timer.callback()
+            due, _, callback = heapq.heappop(self._due)
+            self._now_s = max(self._now_s, due)
+            callback()
+        self._now_s = until
 
 
 class MemoryLink(Link):
@@ -147,14 +89,13 @@ class MemoryLink(Link):
         payload = None if message.payload is None else message.payload.detach().clone()
         copy = replace(message, meta=meta, payload=payload)
         network = self._network
-        with network.lock:
-            if not self.open:
-                if sent is not None:
-                    network.at(0, partial(sent, False))
-                return _Lost(f"{self.peer.name}: {self._reason}")
-            self._held.append((copy, frame.nbytes, sent or _nothing))
-            self._queued_bytes += frame.nbytes
-            network.at(0, self._deliver)
+        if not self.open:
+            if sent is not None:
+                network.at(0, partial(sent, False))
+            return _Lost(f"{self.peer.name}: {self._reason}")
+        self._held.append((copy, frame.nbytes, sent or _nothing))
+        self._queued_bytes += frame.nbytes
+        network.at(0, self._deliver)
         return Done()
 
     @property
@@ -166,12 +107,11 @@ class MemoryLink(Link):
         return 0.0
 
     def close(self, reason: str) -> None:
-        with self._network.lock:
-            if not self.open:
-                return
-            self.open, self._reason = False, reason
-            self._held.append((Message(kind=Kind.BYE, meta={"reason": reason}), frames.HEADER.size, _nothing))
-            self._network.at(0, self._deliver)
+        if not self.open:
+            return
+        self.open, self._reason = False, reason
+        self._held.append((Message(kind=Kind.BYE, meta={"reason": reason}), frames.HEADER.size, _nothing))
+        self._network.at(0, self._deliver)
 
     def flush(self) -> None:
         for _ in range(len(self._held)):
@@ -180,17 +120,16 @@ class MemoryLink(Link):
     def _deliver(self) -> None:
         """Bring the oldest message to the other end."""
         twin = self.twin
-        if not self._held or self.owner.dead:
+        if not self._held:
             return
         message, nbytes, sent = self._held.popleft()
-        with self._network.lock:
-            self._queued_bytes = max(0, self._queued_bytes - nbytes)
+        self._queued_bytes = max(0, self._queued_bytes - nbytes)
         self.traffic.bytes_sent += nbytes
         self.owner.moved.add(nbytes, 0)
         sent(True)
         if message.kind is Kind.BYE:
             self.end(message.meta["reason"])
-        elif twin.open and not twin.owner.dead:
+        elif twin.open:
             twin.traffic.bytes_received += nbytes
             twin.owner.moved.add(0, nbytes)
             twin._receive(message)
@@ -217,15 +156,12 @@ class MemoryLink(Link):
         self.twin.end_alone(reason)
 
     def end_alone(self, reason: str) -> None:
-        with self._network.lock:
-            if self not in self.owner.links:
-                return
-            self.owner.links.remove(self)
-            self.open, self._reason = False, reason
-            lost, self._queued_bytes = list(self._held), 0
-            self._held.clear()
-        if self.owner.dead:
+        if self not in self.owner.links:
             return
+        self.owner.links.remove(self)
+        self.open, self._reason = False, reason
+        lost, self._queued_bytes = list(self._held), 0
+        self._held.clear()
         for _, _, sent in lost:
             sent(False)
         self._handler.unlinked(self, reason)
@@ -243,7 +179,7 @@ class MemoryDialer(Dialer):
 
     def _try(self) -> None:
         me, network = self._owner, self._owner.network
-        if self._closed or me.dead:
+        if self._closed or me.closed:
             return
         there = network.listeners.get(self._address)
         lost = self._link is None or self._link not in me.links
@@ -268,7 +204,7 @@ class MemoryTransport(Transport):
         self.network, self.me = network, me
         self.links: list[MemoryLink] = []
         self.moved = Traffic()
-        self.dead = False
+        self.closed = False
         self._dialers: list[MemoryDialer] = []
 
     @property
@@ -287,26 +223,16 @@ class MemoryTransport(Transport):
         self._dialers.append(dialer)
         return dialer
 
-    def call_later(self, delay_s: float, callback: Callable[[], object]) -> _Timer:
-        return self.network.at(delay_s, lambda: None if self.dead else callback())
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
+        self.network.at(delay_s, lambda: None if self.closed else callback())
 
     def close(self) -> None:
-        if self.network.on_thread():
-            self.hang_up(LEFT)
-            return
-        done = threading.Event()
-        self.network.at(0, lambda: self.hang_up(LEFT))
-        self.network.at(0, done.set)
-        done.wait()
-
-    def hang_up(self, reason: str) -> None:
         for dialer in self._dialers:
             dialer.close()
         for address, (owner, _) in list(self.network.listeners.items()):
             if owner is self:
                 del self.network.listeners[address]
         for link in list(self.links):
-            if not self.dead:
-                link.flush()
-            link.end(reason)
-        self.dead = True
+            link.flush()
+            link.end(LEFT)
+        self.closed = True

@@ -1,4 +1,4 @@
-"""What the fuzzer has found interesting, played again, and a short form of the abuse that a run must bear.
+"""Replay of the fuzzer's corpus, and a short form of `make abuse`.
 
 `make fuzz` searches further, `make abuse` is the long form. A file that begins with failed- was an error once.
 """
@@ -80,7 +80,7 @@ def test_an_event_of_brackets_does_not_end_the_server() -> None:
 
 
 def test_little_is_kept_for_one_that_is_no_member_and_nothing_after_it() -> None:
-    network = Switchboard(manual=True)
+    network = Switchboard()
     worker = network.transport(fuzz._peer("worker", 0))
     peers = Peers(worker)
     address = peers.listen("here", 0)
@@ -91,7 +91,7 @@ def test_little_is_kept_for_one_that_is_no_member_and_nothing_after_it() -> None
     for number in range(50):
         for message in (
             Message(kind=Kind.CHUNK, epoch=99, step=number, payload=torch.zeros(2**17)),
-            Message(kind=Kind.STATE, meta={"tensors": [], "meta": {}}),
+            Message(kind=Kind.STATE, meta={"count": 0, "meta": {}}),
         ):
             if stranger.link is not None:
                 stranger.link.send(message)

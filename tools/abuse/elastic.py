@@ -26,7 +26,7 @@ from smolcluster.comm.elastic.transport import frames
 from smolcluster.comm.elastic.transport.frames import FrameError
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.elastic.transport.parser import Parser
-from smolcluster.comm.elastic.transport.security import Keyring, new_token
+from smolcluster.comm.elastic.transport.security import Credentials, Keyring, new_token
 from tools.abuse.doors import (
     HANG_S,
     TO_NOTICE_S,
@@ -229,7 +229,9 @@ class Abuse(Attacks):
         if door.keyring is None:
             return self._honest[0]
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        client = door.keyring.client_context().wrap_bio(incoming, outgoing, server_hostname=door.keyring.server_name)
+        client = door.keyring.current.client_context().wrap_bio(
+            incoming, outgoing, server_hostname=door.keyring.current.server_name
+        )
         with contextlib.suppress(ssl.SSLWantReadError):
             client.do_handshake()
         return outgoing.read()
@@ -349,15 +351,18 @@ def _token_impostors(door: Door, keyring: Keyring) -> Iterator[tuple[str, bytes 
     hello = _to_bytes(Message(kind=Kind.HELLO, meta={"nonce": "00" * 32}), door)
     yield "no TLS", _answer(door.connect(), hello)
 
-    other = Keyring([new_token()])
+    other = Credentials(new_token())
     plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     wrong, bare, old = other.client_context(), plain, other.client_context()
     old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
     for context in (wrong, bare, old):
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    cases = [("a wrong token", wrong, keyring.server_name), ("a wrong token, and its name", wrong, other.server_name)]
-    cases += [("no certificate", bare, keyring.server_name), ("TLS 1.2", old, keyring.server_name)]
+    cases = [
+        ("a wrong token", wrong, keyring.current.server_name),
+        ("a wrong token, and its name", wrong, other.server_name),
+    ]
+    cases += [("no certificate", bare, keyring.current.server_name), ("TLS 1.2", old, keyring.current.server_name)]
     for name, context, server in cases:
         yield name, _over_tls(door, context, server, hello)
     yield "a recorded handshake", _replayed(door, keyring)
@@ -379,7 +384,7 @@ def _over_tls(door: Door, context: ssl.SSLContext, server: str, data: bytes) -> 
 def _replayed(door: Door, keyring: Keyring) -> bytes | None:
     """What an honest client has sent, byte for byte, on another connection."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = keyring.client_context().wrap_bio(incoming, outgoing, server_hostname=keyring.server_name)
+    client = keyring.current.client_context().wrap_bio(incoming, outgoing, server_hostname=keyring.current.server_name)
     recorded, sock = b"", door.connect()
     while True:
         try:

@@ -114,7 +114,7 @@ def speech(canary: Path) -> Speech:
     """As fronts and stages speak."""
     assignment = Assignment(first_layer=0, num_layers=1, first=True, last=False, secret="", name="x", next=(HOP,))
     command = harm(canary)
-    weights = {"tensors": [["blocks.0.attention.out.weight", "float32", [DIM, DIM]]], "meta": {"assignment": 1}}
+    weights = {"count": 1, "meta": {"assignment": 1}}
     honest = [
         Message(kind=Kind.BEAT),
         Message(kind=Kind.ASK),
@@ -140,7 +140,7 @@ def speech(canary: Path) -> Speech:
         hoards=(
             lambda n: _rows(10**6 + n, activations=True),
             lambda n: _rows(10**6 + n, activations=False, route=(HOP,)),
-            lambda _: Message(kind=Kind.STATE, meta={"tensors": [], "meta": {"a": "x" * 500_000}}),
+            lambda _: Message(kind=Kind.STATE, meta={"count": 0, "meta": {"a": "x" * 500_000}}),
             lambda _: _offer(),
             lambda _: Message(kind=Kind.ASK),
         ),

@@ -26,7 +26,7 @@ from tools.abuse.report import QUIET_S, Report, besiege, hold_times
 RUNS = {"syncps": 1, "allreduce": 2, "syncps-token": 1, "allreduce-token": 2}  # workers
 PACE_S = 0.02  # a step of a worker takes so long, at least
 PARAMETERS = 1010  # of tests.tasks.Tiny: a gradient of the right size is tried, too
-LARGE = {"tensors": [], "meta": {"a": "x" * 500_000}}
+LARGE = {"count": 0, "meta": {"a": "x" * 500_000}}
 
 
 def speech(canary: Path) -> Speech:
@@ -35,7 +35,7 @@ def speech(canary: Path) -> Speech:
         kind=Kind.PUSH, step=3, epoch=2, meta={"samples": 4, "loss": "0.1"}, payload=torch.ones(4 * PARAMETERS).byte()
     )
     done = {"mine": "0.1", "held": "0.2", "loss": "0.3", "compute_s": 0.1, "apply_s": 0.1}
-    state = {"tensors": [["w/0.weight", "float32", [24, 12]]], "meta": {"epoch": 3, "numbers": {}}}
+    state = {"count": 1, "meta": {"epoch": 3, "numbers": {}}}
     command = harm(canary)
     honest = [
         Message(kind=Kind.BEAT),

@@ -11,8 +11,7 @@ each parameter the number of ranks that used it. A parameter that no rank used g
 of zero would let the optimizer decay it. Only a rank with unused parameters reads these counts, so a GPU is not synchronized
 where all are used.
 
-For groups that may lose members, `keep` keeps each step's own gradients beside the sums, so that a sum can be repeated in
-another group (`restart`).
+Where members may be lost, each keeps its own gradients beside the sums, to sum them again in the group of another view.
 """
 
 from __future__ import annotations
@@ -26,7 +25,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.group import Group, Work
+from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.comm.sharded import gradient, like, local
+from smolcluster.comm.view import View
+
+FIRST_BUCKET_BYTES = 2**20
 
 
 @dataclass(slots=True)
@@ -37,25 +41,22 @@ class _BucketSlot:
     views: list[Tensor]
     used: Tensor  # for each parameter, whether this rank used it
     stop_count: Tensor
+    # This rank's part of each bucket, which `views` then point into; empty for a fixed membership.
+    mine: list[Tensor]
     unused: set[int] = field(default_factory=set)  # parameters that this rank did not use
-    # With `keep`: this rank's part of each bucket, which `views` then point into.
-    mine: list[Tensor] = field(default_factory=list)
+    weight: float = 0.0  # of this rank's gradients
     works: list[Work] = field(default_factory=list)
 
 
-class GradientBuckets:
+class BucketSum(Combination):
+    """Every member gets the whole sum of gradients."""
+
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        group: Group,
-        *,
-        bucket_bytes: int,
-        first_bucket_bytes: int = 2**20,
-        num_slots: int = 1,
-        keep: bool = False,
+        self, parameters: Sequence[nn.Parameter], group: Group | None, *, bucket_bytes: int, num_slots: int
     ) -> None:
-        self.group = group
-        self._keep = keep
+        """`group`: of a fixed membership. None: `formed` sets it, and each member keeps its part to combine it again."""
+        self._keep = group is None
+        self._group = group = group or MemoryGroup.world(1)[0]
         self._parameters = list(parameters)
         self._parts = [local(p.detach()) for p in self._parameters]  # this rank's part of each
         device = self._parts[0].device
@@ -64,7 +65,7 @@ class GradientBuckets:
         self._bucket_of, self._num_buckets = assign_buckets(
             [(p.dtype, p.nbytes) for p in self._parts],
             bucket_bytes=bucket_bytes,
-            first_bucket_bytes=min(first_bucket_bytes, bucket_bytes),
+            first_bucket_bytes=min(FIRST_BUCKET_BYTES, bucket_bytes),
         )
         self._members = [[j for j, b in enumerate(self._bucket_of) if b == i] for i in range(self._num_buckets)]
         self._slots = [self._make_slot() for _ in range(num_slots)]
@@ -75,8 +76,7 @@ class GradientBuckets:
         for j, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, j))  # type: ignore[no-untyped-call]
 
-    def arm(self, slot: int, *, weight: float, stop: bool) -> None:
-        """Before the last backward of a step: sum each gradient, times `weight`, as it becomes ready."""
+    def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
         current = self._slots[slot]
         if self._keep:
             current.works.clear()  # of an aborted group
@@ -84,44 +84,71 @@ class GradientBuckets:
         current.stop_count.fill_(float(stop))
         current.used.fill_(1.0)
         current.unused = set()
-        self._current, self._weight = current, weight
+        current.weight = weight / scale
+        self._current = current
         self._missing = [len(members) for members in self._members]
         self._ready = [False] * len(self._parameters)
         self._next_to_send = 0
 
-    def disarm(self) -> None:
-        """After that backward: send the remaining buckets.
+    def finish(self, slot: int) -> None:
+        """After backward: send the remaining buckets.
 
         The last backward may not have reached every parameter. One that an earlier micro-batch used still has its gradient;
         one that none used adds nothing to the sum.
         """
-        slot = self._current
-        assert slot is not None
+        current = self._slots[slot]
         for j, parameter in enumerate(self._parameters):
             if self._ready[j]:
                 continue
             if parameter.grad is not None:
                 self._on_gradient(j, parameter)
             else:
-                slot.views[j].zero_()
-                slot.used[j] = 0.0
-                slot.unused.add(j)
-                self._mark(j)
+                current.views[j].zero_()
+                current.used[j] = 0.0
+                current.unused.add(j)
+                self._mark(current, j)
         self._current = None
 
+    def done(self, slot: int) -> bool:
+        return all(work.done for work in self._slots[slot].works)
+
     def wait(self, slot: int) -> None:
-        """Wait for the sums of this slot."""
         current = self._slots[slot]
         for work in current.works:
             work.wait()
         current.works.clear()
 
-    def done(self, slot: int) -> bool:
-        """Return whether `wait` would return at once."""
-        return all(work.done for work in self._slots[slot].works)
+    def stop_count(self, slot: int) -> Tensor:
+        return self._slots[slot].stop_count
 
-    def restart(self, slot: int, *, zero: bool = False) -> None:
-        """Sum the kept gradients of this slot again, in the current group; `zero`: this rank contributes zeros."""
+    def give(self, result: Committed) -> None:
+        """Set the sums as the parameters' gradients; None for a parameter that no rank used."""
+        current = self._slots[result.slot]
+        idle = self._idle(current)
+        if result.factor != 1.0:
+            torch._foreach_mul_(current.flats, result.factor)
+        for j, (parameter, view) in enumerate(zip(self._parameters, self._views_of(current.flats), strict=True)):
+            summed = view.to(parameter.device) if self._staged else view
+            parameter.grad = None if j in idle else like(parameter, summed)
+
+    def results(self, slot: int) -> list[Tensor | None]:
+        current = self._slots[slot]
+        idle = self._idle(current)
+        return [None if j in idle else view for j, view in enumerate(self._views_of(current.flats))]
+
+    def put(self, slot: int, results: Sequence[Tensor | None]) -> None:
+        current = self._slots[slot]
+        current.stop_count.zero_()
+        current.unused = {j for j, mine in enumerate(results) if mine is None}
+        used = self._used_in(current.flats)
+        for j, (view, mine) in enumerate(zip(self._views_of(current.flats), results, strict=True)):
+            used[j] = 0.0 if mine is None else 1.0
+            view.zero_() if mine is None else view.copy_(mine)
+
+    def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
+        self._group = group
+
+    def again(self, slot: int, *, zero: bool) -> None:
         current = self._slots[slot]
         current.works.clear()
         if zero:
@@ -130,62 +157,34 @@ class GradientBuckets:
             if zero:
                 mine.zero_()
             flat.copy_(mine)
-            current.works.append(self.group.all_reduce(flat))
+            current.works.append(self._group.all_reduce(flat))
 
-    def kept(self, slot: int) -> list[Tensor]:
-        """Return this rank's weighted gradients, a view for each parameter."""
-        return self._slots[slot].views
-
-    def kept_norm(self, slot: int) -> float:
-        """Return the norm of this rank's weighted gradients."""
-        return float(get_total_norm(self._gradients_in(self._slots[slot].mine)))
-
-    def sum_norm(self, slot: int) -> float:
-        return float(get_total_norm(self._gradients_in(self._slots[slot].flats)))
-
-    def give(self, slot: int, *, factor: float = 1.0) -> None:
-        """Set the sums as the parameters' gradients; None for a parameter that no rank used."""
+    def contributed(self, slot: int) -> list[Tensor]:
         current = self._slots[slot]
-        idle = self._idle(current)
-        if factor != 1.0:
-            torch._foreach_mul_(current.flats, factor)
-        for j, (parameter, view) in enumerate(zip(self._parameters, self._views_of(current.flats), strict=True)):
-            summed = view.to(parameter.device) if self._staged else view
-            parameter.grad = None if j in idle else like(parameter, summed)
+        return [mine / (current.weight or 1.0) for mine in current.views]
 
-    def sums(self, slot: int) -> list[Tensor | None]:
-        """Return the sum for each parameter, after `wait`; None for one that no rank used."""
+    def norms(self, slot: int) -> tuple[float, float]:
         current = self._slots[slot]
-        idle = self._idle(current)
-        return [None if j in idle else view for j, view in enumerate(self._views_of(current.flats))]
+        mine, held = (get_total_norm(self._gradients_in(flats)) for flats in (current.mine, current.flats))
+        return float(mine), float(held)
 
-    def put(self, slot: int, sums: Sequence[Tensor | None]) -> None:
-        """Set the sums of this slot to what `sums` returned."""
+    def shares(self, slot: int) -> dict[int, Tensor]:
+        flats = self._slots[slot].flats
+        return {number: flats[number] for number in range(self._group.rank, len(flats), self._group.size)}
+
+    def follow(self, slot: int, shares: Mapping[int, Tensor], *, members: int) -> None:
         current = self._slots[slot]
-        current.stop_count.zero_()
-        current.unused = {j for j, mine in enumerate(sums) if mine is None}
-        used = self._used_in(current.flats)
-        for j, (view, mine) in enumerate(zip(self._views_of(current.flats), sums, strict=True)):
-            used[j] = 0.0 if mine is None else 1.0
-            view.zero_() if mine is None else view.copy_(mine)
-
-    def flats(self, slot: int) -> list[Tensor]:
-        """Return the flat buckets of this slot, after `wait`."""
-        return self._slots[slot].flats
-
-    def take(self, slot: int, flats: Mapping[int, Tensor]) -> None:
-        """Set the sums of this slot to what another rank's `flats` returned, by bucket."""
-        current = self._slots[slot]
-        if flats.keys() != set(range(len(current.flats))):
-            raise ValueError(f"got {len(flats)} buckets, expected {len(current.flats)}")
+        if shares.keys() != set(range(len(current.flats))):
+            raise ValueError(f"got {len(shares)} buckets, expected {len(current.flats)}")
         current.unused = set(range(len(self._parameters)))  # on this rank; the counts tell for all ranks
         for number, flat in enumerate(current.flats):
-            if flats[number].shape != flat.shape or flats[number].dtype != flat.dtype:
+            share = shares[number]
+            if share.shape != flat.shape or share.dtype != flat.dtype:
                 raise ValueError(
-                    f"bucket {number} is {flats[number].dtype} of {tuple(flats[number].shape)}, expected {flat.dtype} of "
+                    f"bucket {number} is {share.dtype} of {tuple(share.shape)}, expected {flat.dtype} of "
                     f"{tuple(flat.shape)}"
                 )
-            flat.copy_(flats[number])
+            flat.copy_(share)
 
     def _idle(self, slot: _BucketSlot) -> set[int]:
         """Return the parameters that no rank used. Reads the counts only if this rank has unused ones."""
@@ -194,10 +193,6 @@ class GradientBuckets:
         counts = self._used_in(slot.flats).tolist()
         return {j for j in slot.unused if counts[j] == 0}
 
-    def stop_count(self, slot: int) -> Tensor:
-        """Return how many ranks asked to stop, after `wait`."""
-        return self._slots[slot].stop_count
-
     def _on_gradient(self, j: int, parameter: Tensor) -> None:
         slot = self._current
         if slot is None:
@@ -205,23 +200,21 @@ class GradientBuckets:
         mine = gradient(parameter)
         assert mine is not None
         if self._staged:
-            slot.views[j].copy_(mine * self._weight)
+            slot.views[j].copy_(mine * slot.weight)
         else:
-            torch.mul(mine, self._weight, out=slot.views[j])
+            torch.mul(mine, slot.weight, out=slot.views[j])
         parameter.grad = None
-        self._mark(j)
+        self._mark(slot, j)
 
-    def _mark(self, j: int) -> None:
+    def _mark(self, slot: _BucketSlot, j: int) -> None:
         """Gradient j is in its bucket: send every full bucket whose predecessors were sent."""
-        slot = self._current
-        assert slot is not None
         self._ready[j] = True
         self._missing[self._bucket_of[j]] -= 1
         while self._next_to_send < self._num_buckets and self._missing[self._next_to_send] == 0:
             flat = slot.flats[self._next_to_send]
             if self._keep:
                 flat.copy_(slot.mine[self._next_to_send])
-            slot.works.append(self.group.all_reduce(flat))
+            slot.works.append(self._group.all_reduce(flat))
             self._next_to_send += 1
 
     def _make_slot(self) -> _BucketSlot:

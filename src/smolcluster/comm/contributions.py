@@ -39,7 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from smolcluster.comm.buckets import assign_buckets
 from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
-from smolcluster.comm.codecs.feedback import Memory, tensors_of
+from smolcluster.comm.codecs.feedback import Memory, add_left_out, memories_of, tensors_of
 from smolcluster.comm.elastic.collectives.schedule import MAX_PIECE_BYTES, MIN_PIECE_BYTES
 from smolcluster.comm.group import Group, Work
 from smolcluster.comm.rounds import UnreadableContribution
@@ -147,7 +147,7 @@ class MessageLayout:
 
 
 def pretend(packer: Packer, tensor: Tensor, feedback: Feedback | None) -> None:
-    """Take the memory of error feedback, of fake tensors."""
+    """Allocate the memory of error feedback without encoding, for fake tensors."""
     if feedback is not None:
         (name,) = packer.names
         feedback.keep({name: feedback.add(name, tensor)})
@@ -242,7 +242,6 @@ class Contributions:
         self._current = None
         if part.weight:
             part.after = self._feedback.memories
-            self._feedback.commit()
         self._send(slot, whole=True)
 
     def again(self, slot: int, *, zero: bool) -> None:
@@ -270,12 +269,7 @@ class Contributions:
         if data is None:
             return tensor
         self.packers[j].decode(data, [tensor], padded=True)
-        before, after = part.before.get(name), (part.after or {}).get(name)
-        if after is not None and after is not before:
-            tensor += after.residual
-            if before is not None:
-                tensor.sub_(before.residual, alpha=self._feedback.decay)
-        return tensor
+        return add_left_out(tensor, part.before.get(name), (part.after or {}).get(name), decay=self._feedback.decay)
 
     def done(self, slot: int) -> bool:
         """Return whether all contributions for this member have arrived."""
@@ -318,14 +312,14 @@ class Contributions:
                 means |= {j: layout.mean(index, parts, heads, senders=senders) for index, j in row}
         return weight, means
 
-    def own_state(self, *, flown: bool = False) -> dict[str, Tensor]:
-        """Return the residual after the last committed round; `flown`: with that of rounds in flight."""
-        flying = [] if flown else [part for part in self._slots if part.after is not None]
+    def own_state(self, *, in_flight: bool = False) -> dict[str, Tensor]:
+        """Return the residual after the last committed round; `in_flight`: after the last round that was started."""
+        flying = [] if in_flight else [part for part in self._slots if part.after is not None]
         first = min(flying, key=lambda part: part.step, default=None)
         return tensors_of(self._feedback.memories if first is None else first.before)
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
-        self._feedback.load_state_dict(of_names(self.names, tensors))
+        self._feedback.memories = memories_of(of_names(self.names, tensors))
 
     def _on_gradient(self, j: int, parameter: Tensor) -> None:
         """Encode a final gradient, and send every complete bucket in order."""

@@ -1,4 +1,4 @@
-"""All-reduce of encoded gradients: on the elastic plane, and with a group of members that stay.
+"""All-reduce of encoded gradients: on the elastic plane, and in a group of fixed membership.
 
     every member     encodes its gradients, and sends each tensor's to the owner of that tensor       (`contributions.py`)
     the owner        decodes them, takes the mean in rank order, encodes it, and sends it to all others
@@ -12,8 +12,8 @@ The owner has a residual for each mean. It becomes final when the round is commi
 new view is encoded again, against the residual of the last committed round. The residual of a tensor that changes its owner is
 dropped.
 
-With members that stay every round counts: what is sent is weighted to a mean already, and `own_state`, after `wait`, has the
-residuals that rounds in flight leave. One number more is summed, of members that ask to stop.
+In a group of fixed membership every round is committed: the weights add up to 1, and `own_state`, after `wait`, includes the
+residuals of rounds in flight. The number of members that ask to stop is summed beside.
 
 Decoding is bit-identical on all machines, except with powersgd, where machines of different kinds may differ in the last bits.
 """
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import Codec, CodecError, Feedback
-from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
+from smolcluster.comm.codecs.feedback import Memory, memories_of, tensors_of, under
 from smolcluster.comm.contributions import Contributions, MessageLayout, of_names, pretend
 from smolcluster.comm.elastic.collectives.schedule import piece_elements
 from smolcluster.comm.group import Group, Work
@@ -66,7 +66,7 @@ class EncodedSum(Combination):
         decay: float = 1.0,
         senders: bool = False,
     ) -> None:
-        """`group`: of members that stay; None: views name it. `decay`: of error feedback. `senders`: see MessageLayout.mean."""
+        """`group`: of a fixed membership; None: `formed` sets it. `decay`: of error feedback. `senders`: see `mean`."""
         self._parts = Contributions(parameters, codec=codec, num_slots=num_slots, decay=decay)
         self._codec, self._deal, self._senders = codec, deal, senders
         self._feedback = Feedback(decay=decay)
@@ -169,7 +169,7 @@ class EncodedSum(Combination):
 
     def own_state(self) -> dict[str, Tensor]:
         means = self._feedback.memories if self._fixed else self._settled
-        kinds = {PARTS: self._parts.own_state(flown=self._fixed), MEANS: tensors_of(means)}
+        kinds = {PARTS: self._parts.own_state(in_flight=self._fixed), MEANS: tensors_of(means)}
         return {
             f"{self._codec.name}/{kind}{name}": tensor for kind, own in kinds.items() for name, tensor in own.items()
         }
@@ -177,8 +177,7 @@ class EncodedSum(Combination):
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         mine = under(f"{self._codec.name}/", tensors)
         self._parts.load_own(under(PARTS, mine))
-        self._feedback.load_state_dict(of_names(self._parts.names, under(MEANS, mine)))
-        self._settled = self._feedback.memories
+        self._settled = self._feedback.memories = memories_of(of_names(self._parts.names, under(MEANS, mine)))
 
     def _expect(self, slot: int) -> None:
         """Post the receives for the means of all other owners."""
@@ -206,7 +205,6 @@ class EncodedSum(Combination):
             key = self._parts.key(slot)
             encoded = {j: self._encode(j, mean, key=key + j) for j in layout.row if (mean := tensors[j]) is not None}
             means.messages[me] = layout.write(weight, encoded)
-        self._feedback.commit()
         means.residual = self._feedback.memories
         for place in [*range(me + 1, self._group.size), *range(me)]:
             means.works.append(self._group.send(means.messages[me], to=place, tag=2 * slot + 1))

@@ -1,12 +1,13 @@
-"""A model in fragments, each with a combination of its own: a round exchanges one of them, in turn.
+"""A model in fragments, each with its own combination: each round exchanges one fragment, in turn.
 
-The last round of a run exchanges all, so that nothing that was learned since is lost.
+The last round of a run exchanges all fragments, so that no local change is lost.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from smolcluster.comm.view import View
 
 
 class Fragmented(Combination):
-    """Its slots are the fragments, and one more for all of them, which must not be in flight beside others."""
+    """Has a slot for each fragment, and one for all of them, which must not be in flight together with others."""
 
     def __init__(self, parts: Sequence[Combination], places: Sequence[Sequence[int]], *, last_step: int) -> None:
         """`places`: which of the trained parameters each part combines. `last_step`: of the run."""
@@ -58,7 +59,7 @@ class Fragmented(Combination):
 
     def give(self, result: Committed) -> None:
         for part in self._of(result.slot):
-            part.give(result.of_slot(0))
+            part.give(replace(result, slot=0))
 
     def results(self, slot: int) -> list[Tensor | None]:
         found: list[Tensor | None] = [None] * sum(map(len, self._places))

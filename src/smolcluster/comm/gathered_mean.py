@@ -1,22 +1,22 @@
-"""The mean of encoded contributions that every member gets from every other one: on both planes.
+"""The mean of encoded contributions that every member gathers from all others. Used on both planes.
 
-    every member     encodes what it contributes, once, with its error feedback
-                     gathers the encoded contributions of all
-                     decodes them in the order of ranks and takes the mean: replicas stay bit-identical
+    every member     encodes its contribution, once, with its error feedback
+                     gathers the encoded contributions of all members
+                     decodes them in rank order and takes the mean: replicas stay bit-identical
 
 All tensors are encoded and decoded together (`codecs/flat.py`), on the GPU if they are there: only payloads cross to the host.
 
-A sum in a ring would have to be encoded again at every hop. For local steps, which contribute all tensors at once and seldom:
-one message of each member in a round, and one round at a time. Where it may stay under way, a checkpoint has its mean.
+For local SGD, which contributes all tensors at once and rarely: each member sends one message per round, and one round is in
+flight at a time. A ring would have to encode the sum again at every hop.
 
 Bytes per round and member, sent and received each, for S encoded bytes on N members:   (N-1) S
-So it is for few members: with more than `MOST_GATHERED` the mean is encoded again (`encoded_sum.py`).
+With more than `MOST_GATHERED` members the mean is encoded again instead (`encoded_sum.py`).
 
-With `senders` a number is averaged over the members that sent it, that is where it decodes to another number than 0; else over
-all, where one that was not sent counts as 0.
+With `senders` each number is averaged over the members that sent it (where it decodes to a number other than 0); otherwise over
+all members, and a number that was not sent counts as 0.
 
-What error feedback keeps becomes final when the round is committed. One that is combined again sends the same bytes again; one
-that does not count leaves it as it was.
+Error feedback becomes final when the round is committed. A round that is combined again sends the same bytes; a round that does
+not count leaves the feedback unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer, flat_encoding
-from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
+from smolcluster.comm.codecs.feedback import Memory, add_left_out, memories_of, tensors_of, under
 from smolcluster.comm.contributions import MessageLayout, of_names
 from smolcluster.comm.group import Done, Group, Work
 from smolcluster.comm.rounds import Combination, Committed, UnreadableContribution
@@ -50,7 +50,7 @@ class GatheredMean(Combination):
         decay: float = 1.0,
         senders: bool = False,
     ) -> None:
-        """`group`: of members that stay; None: views name it. `decay`: of error feedback."""
+        """`group`: of a fixed membership; None: `formed` sets it. `decay`: of error feedback."""
         self._parameters = list(parameters.values())
         self._names, layout = list(parameters), [(name, tuple(p.shape)) for name, p in parameters.items()]
         self._flat = flat_encoding(codec, layout)
@@ -77,7 +77,7 @@ class GatheredMean(Combination):
         if self._weight:
             try:
                 encoded = self._encode({j: p.grad for j, p in enumerate(self._parameters) if p.grad is not None})
-            except CodecError:  # not finite: the round is for the others
+            except CodecError:  # not finite: contribute nothing
                 self._feedback.memories, self._weight, self._norm = self._settled, 0.0, math.nan
         for parameter in self._parameters:
             parameter.grad = None
@@ -118,15 +118,10 @@ class GatheredMean(Combination):
         return [self._contributed(j, name) for j, name in enumerate(self._names)]
 
     def _contributed(self, j: int, name: str) -> Tensor:
-        tensor = torch.full(self._flat.shapes[j], self._norm if math.isnan(self._norm) else 0.0)
-        if self._weight:
-            tensor = self._layout.decode(self._message, j)
-        after, before = self._feedback.memories.get(name), self._settled.get(name)
-        if self._weight and after is not None and after is not before:
-            tensor += after.residual.cpu()
-            if before is not None:
-                tensor.sub_(before.residual.cpu(), alpha=self._feedback.decay)
-        return tensor
+        if not self._weight:
+            return torch.full(self._flat.shapes[j], self._norm if math.isnan(self._norm) else 0.0)
+        before, after = self._settled.get(name), self._feedback.memories.get(name)
+        return add_left_out(self._layout.decode(self._message, j), before, after, decay=self._feedback.decay)
 
     def norms(self, slot: int) -> tuple[float, float]:
         assert self._mean is not None
@@ -153,8 +148,8 @@ class GatheredMean(Combination):
         return {f"{self._codec.name}/{name}": tensor for name, tensor in tensors_of(self._feedback.memories).items()}
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
-        self._feedback.load_state_dict(of_names(self._names, under(f"{self._codec.name}/", tensors)))
-        self._settled = self._feedback.memories
+        mine = of_names(self._names, under(f"{self._codec.name}/", tensors))
+        self._settled = self._feedback.memories = memories_of(mine)
 
     def _encode(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
         """Return the bytes of each tensor, on the device where they were encoded."""
@@ -169,7 +164,7 @@ class GatheredMean(Combination):
             return {j: torch.zeros(self._flat.sizes[j], dtype=torch.uint8) for j in gradients}
         (payload, decoded), norm = self._flat.encode(flat), 0.0
         for part in decoded:
-            # Of what the others get, so that they can tell an absurd one.
+            # Of the decoded values, which the other members check.
             norm = math.hypot(norm, self._weight * float(torch.linalg.vector_norm(part.values)))
             if self._codec.feedback:
                 part.add_to(flat, -1.0)
@@ -179,22 +174,22 @@ class GatheredMean(Combination):
 
     @property
     def _device(self) -> torch.device:
-        """Where to encode and decode. What a device can do beside these two differs."""
+        """The device for encoding and decoding: CUDA or the CPU. Other devices do not support all operations."""
         device = self._parameters[0].device
         return device if device.type == "cuda" else torch.device("cpu")
 
     def _write(self, encoded: Mapping[int, Tensor | None]) -> None:
-        """Make a new message: the bytes of an earlier one may still be on their way."""
+        """Make a new message: an earlier one may still be in transit."""
         self._sent = self._layout.write(self._weight, encoded, tail=bytes([self._stop]), pinned=self._pinned)
 
     @property
     def _message(self) -> Tensor:
-        """This member's contribution. What it sends has a last byte more: whether it asks to stop."""
+        """This member's contribution: what it sends without the last byte, which is 1 if it asks to stop."""
         return self._sent[:-1]
 
     @property
     def _pinned(self) -> bool:
-        """Whether a GPU copies to and from what is sent and received. CUDA keeps such memory for the next round."""
+        """Whether to use pinned memory for what is sent and received. CUDA keeps it for the next round."""
         return self._device.type == "cuda" and not self._fake
 
     def _send(self) -> None:
@@ -205,7 +200,7 @@ class GatheredMean(Combination):
         self._work = self._group.all_gather(self._gathered, mine)
 
     def _mean_of(self, messages: Sequence[Tensor]) -> tuple[float, list[Tensor | None]]:
-        """The weight of all messages, and the mean of each tensor; None of one that nobody used."""
+        """Return the weight of all messages, and the mean of each tensor; None for one that no member used."""
         if self._fake:
             return 1.0, [torch.zeros(shape) for shape in self._flat.shapes]
         by_place = dict(enumerate(messages))

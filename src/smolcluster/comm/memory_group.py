@@ -54,8 +54,8 @@ class MemoryHub:
 
 
 class _Pending:
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish: Callable[[], None] | None = finish
+    def __init__(self, finish: Callable[[], object]) -> None:
+        self._finish: Callable[[], object] | None = finish
 
     @property
     def done(self) -> bool:
@@ -81,7 +81,7 @@ class MemoryGroup(Group):
         hub = MemoryHub(size)
         return [cls(hub, rank) for rank in range(size)]
 
-    def _collective(self, tensor: Tensor, finish: Callable[[list[Tensor]], None]) -> Work:
+    def _collective(self, tensor: Tensor, finish: Callable[[list[Tensor]], object]) -> Work:
         number, self._calls = self._calls, self._calls + 1
         self._hub.put(number, self.rank, tensor)
         return _Pending(lambda: finish(self._hub.take(number)))
@@ -89,25 +89,25 @@ class MemoryGroup(Group):
     def all_reduce(self, tensor: Tensor) -> Work:
         moved = 2 * (self.size - 1) / self.size * tensor.nbytes
         self.traffic.add(moved, moved)
-        return self._collective(tensor, lambda parts: _copy(tensor, _sum(parts)))
+        return self._collective(tensor, lambda parts: tensor.copy_(_sum(parts)))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         moved = (self.size - 1) / self.size * tensor.nbytes
         self.traffic.add(moved, moved)
         shape = (self.size, *output.shape)
-        return self._collective(tensor, lambda parts: _copy(output, _sum([p.reshape(shape)[self.rank] for p in parts])))
+        return self._collective(tensor, lambda parts: output.copy_(_sum([p.reshape(shape)[self.rank] for p in parts])))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         moved = (self.size - 1) * tensor.nbytes
         self.traffic.add(moved, moved)
-        return self._collective(tensor, lambda parts: _copy(output, torch.stack(parts).reshape(output.shape)))
+        return self._collective(tensor, lambda parts: output.copy_(torch.stack(parts).reshape(output.shape)))
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
         if self.rank == source:
             self.traffic.add((self.size - 1) * tensor.nbytes, 0)
         else:
             self.traffic.add(0, tensor.nbytes)
-        return self._collective(tensor, lambda parts: _copy(tensor, parts[source]))
+        return self._collective(tensor, lambda parts: tensor.copy_(parts[source]))
 
     def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Work:
         self.traffic.add(tensor.nbytes, 0)
@@ -143,7 +143,3 @@ def _sum(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total
-
-
-def _copy(target: Tensor, value: Tensor) -> None:
-    target.copy_(value)

@@ -5,10 +5,12 @@ They use the rendezvous store, over a connection of their own. Values are JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -17,20 +19,16 @@ from smolcluster.comm.work import PeerLost
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.5  # intervals of polling, doubled each time
 
 
-class Notes(Protocol):
-    def post(self, key: str, value: Any) -> None: ...
-
-    def read(self, key: str, *, within_s: float) -> Any:
-        """Wait for a note. Raises PeerLost after the timeout, or when `close` is called meanwhile."""
-
-    def remove(self, key: str) -> None: ...
-
-    def close(self) -> None:
-        """End every waiting `read`. From any thread."""
+@contextlib.contextmanager
+def _peer_lost() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"rank 0 is gone: {str(error).splitlines()[0]}") from error
 
 
-class StoreNotes:
-    """Notes in a TCPStore. `name` is their namespace."""
+class Notes:
+    """`name` is their namespace."""
 
     def __init__(self, host: str, port: int, *, name: str) -> None:
         self._store = TCPStore(host, port, is_master=False, wait_for_workers=False)
@@ -38,14 +36,13 @@ class StoreNotes:
         self._closed = threading.Event()
 
     def post(self, key: str, value: Any) -> None:
-        try:
+        with _peer_lost():
             self._store.set(f"{self._name}/{key}", json.dumps(value))
-        except RuntimeError as error:
-            raise PeerLost(f"rank 0 is gone: {str(error).splitlines()[0]}") from error
 
     def read(self, key: str, *, within_s: float) -> Any:
+        """Wait for a note. Raises PeerLost after the timeout, or when `close` is called meanwhile."""
         full, until, pause_s = f"{self._name}/{key}", time.monotonic() + within_s, _FIRST_POLL_S
-        try:
+        with _peer_lost():
             while not self._store.check([full]):  # TCPStore.wait prints a stack trace at a timeout
                 left_s = until - time.monotonic()
                 if left_s <= 0:
@@ -54,14 +51,11 @@ class StoreNotes:
                     raise PeerLost("this rank is leaving")
                 pause_s = min(2 * pause_s, _LAST_POLL_S)
             return json.loads(self._store.get(full))
-        except RuntimeError as error:
-            raise PeerLost(f"rank 0 is gone: {str(error).splitlines()[0]}") from error
 
     def remove(self, key: str) -> None:
-        try:
+        with _peer_lost():
             self._store.delete_key(f"{self._name}/{key}")
-        except RuntimeError as error:
-            raise PeerLost(f"rank 0 is gone: {str(error).splitlines()[0]}") from error
 
     def close(self) -> None:
+        """End every waiting `read`. From any thread."""
         self._closed.set()

@@ -21,16 +21,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smolcluster.comm.buckets import GradientBuckets
 from smolcluster.comm.group import Group, share_of
-from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.view import View
 from smolcluster.errors import SmolclusterError
 
@@ -70,9 +68,6 @@ class Committed:
     norm: float | Tensor | None = None  # of the mean, for clipping; None: each member computes it
     empty: bool = False  # no contribution counted
     age: int = 0  # staleness: updates of the server's weights since those it was computed with
-
-    def of_slot(self, slot: int) -> Committed:
-        return replace(self, slot=slot)
 
 
 class UnreadableContribution(SmolclusterError):
@@ -176,67 +171,6 @@ class Combination(ABC):
     def owned(self, names: Sequence[str]) -> list[str]:
         """Return those of these optimizer tensors that this member saves."""
         return list(names)
-
-
-class BucketSum(Combination):
-    """Every member gets the whole sum of gradients, in buckets that are sent while backward runs (`buckets.py`)."""
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], group: Group | None, *, bucket_bytes: int, num_slots: int
-    ) -> None:
-        """`group`: of a fixed membership. None: `formed` sets it, and each member keeps its part to combine it again."""
-        self.buckets = GradientBuckets(
-            parameters,
-            group or MemoryGroup.world(1)[0],
-            bucket_bytes=bucket_bytes,
-            num_slots=num_slots,
-            keep=group is None,
-        )
-        self._weights = [0.0] * num_slots
-
-    def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
-        self._weights[slot] = weight / scale
-        self.buckets.arm(slot, weight=weight / scale, stop=stop)
-
-    def finish(self, slot: int) -> None:
-        self.buckets.disarm()
-
-    def done(self, slot: int) -> bool:
-        return self.buckets.done(slot)
-
-    def wait(self, slot: int) -> None:
-        self.buckets.wait(slot)
-
-    def stop_count(self, slot: int) -> Tensor:
-        return self.buckets.stop_count(slot)
-
-    def give(self, result: Committed) -> None:
-        self.buckets.give(result.slot, factor=result.factor)
-
-    def results(self, slot: int) -> list[Tensor | None]:
-        return self.buckets.sums(slot)
-
-    def put(self, slot: int, results: Sequence[Tensor | None]) -> None:
-        self.buckets.put(slot, results)
-
-    def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
-        self.buckets.group = group
-
-    def again(self, slot: int, *, zero: bool) -> None:
-        self.buckets.restart(slot, zero=zero)
-
-    def contributed(self, slot: int) -> list[Tensor]:
-        return [mine / (self._weights[slot] or 1.0) for mine in self.buckets.kept(slot)]
-
-    def norms(self, slot: int) -> tuple[float, float]:
-        return self.buckets.kept_norm(slot), self.buckets.sum_norm(slot)
-
-    def shares(self, slot: int) -> dict[int, Tensor]:
-        group, flats = self.buckets.group, self.buckets.flats(slot)
-        return {number: flats[number] for number in range(group.rank, len(flats), group.size)}
-
-    def follow(self, slot: int, shares: Mapping[int, Tensor], *, members: int) -> None:
-        self.buckets.take(slot, shares)
 
 
 class AtServer(Combination):

@@ -66,7 +66,7 @@ def pick_by_workers(
     if found is not None or is_loopback(host):  # only processes of this machine can connect
         settle(found or pick_preset(None))
         return
-    roster.allow(Kind.STATE, most_bytes=max(MOST_BYTES, roster.most_of(Kind.STATE)))
+    roster.allow(Kind.STATE, most_bytes=MOST_BYTES)
     roster.probe = LinkProbe(expected=expected, patience_s=PATIENCE_S)
     roster.on_speed = lambda speed: settle(pick_preset(speed))
 

@@ -34,7 +34,7 @@ from typing import TypeVar
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from smolcluster.comm.rounds import BucketSum
+from smolcluster.comm.buckets import BucketSum
 from smolcluster.compute.precision import DTYPES
 from smolcluster.config.options import FSDPOptions, ShardOptions
 from smolcluster.errors import UserError

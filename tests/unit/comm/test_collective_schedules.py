@@ -1,4 +1,4 @@
-"""Every plan on paper: it computes the sum, moves no byte too many, and can never stop half-way."""
+"""Plans of collectives, simulated: results, bytes, and freedom from deadlock."""
 
 from __future__ import annotations
 
@@ -149,12 +149,6 @@ def test_the_ring_moves_the_least_bytes_there_are(n: int, elements: int) -> None
 
 
 @RANKS
-def test_the_tree_moves_the_tensor_once_up_and_once_down_each_edge(n: int) -> None:
-    paper = on_paper(tree_plan, n, 3)
-    assert sum(paper.sent) == sum(paper.received) == 2 * (n - 1) * 3
-
-
-@RANKS
 def test_the_tree_is_as_deep_as_the_logarithm(n: int) -> None:
     def depth(rank: int) -> int:
         acts = tree_plan(n, rank, 1)[0].acts
@@ -162,6 +156,8 @@ def test_the_tree_is_as_deep_as_the_logarithm(n: int) -> None:
         return 0 if parent is None else 1 + depth(parent)
 
     assert max(map(depth, range(n))) <= math.ceil(math.log2(n)) if n > 1 else depth(0) == 0
+    paper = on_paper(tree_plan, n, 3)
+    assert sum(paper.sent) == sum(paper.received) == 2 * (n - 1) * 3, "once up and once down each edge"
 
 
 @RANKS
@@ -239,10 +235,6 @@ def test_a_circle_would_be_found() -> None:
 
 
 # Choosing and cutting
-
-
-def test_alone_there_is_nothing_to_do() -> None:
-    assert all(chain.acts == () for plan in (ring_plan(1, 0, 5), tree_plan(1, 0, 5)) for chain in plan)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8, 9])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
 import torch
+from tests.unit.comm.ranks import at_once as all_ranks
 from torch import Tensor, nn
 
 from smolcluster.comm.codecs import make_codec
@@ -52,8 +52,7 @@ def members(request: pytest.FixtureRequest) -> list[Member]:
 
 
 def at_once(members: list[M], act: Callable[[int, M], object]) -> list[object]:
-    with ThreadPoolExecutor(len(members)) as pool:
-        return list(pool.map(act, range(len(members)), members))
+    return all_ranks(list(enumerate(members)), lambda each: act(*each))
 
 
 def drawn(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import socket
 import sys
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from benchmarks.tasks.counted import kernel_bytes
+from tests.unit.comm.ranks import in_memory
 from tests.world import forkserver
 
-from smolcluster.comm.buckets import GradientBuckets, assign_buckets
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json, synchronize_weights
 from smolcluster.comm.memory_group import MemoryGroup, MemoryHub
-from smolcluster.comm.mesh import rendezvous
-from smolcluster.comm.mesh.backends import BackendRequest, agree
 from smolcluster.errors import UserError
-
-
-def in_memory(size: int, work: Callable[[Group], Any]) -> list[Any]:
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
-
-    def run(rank: int, group: Group) -> None:
-        try:
-            results[rank] = work(group)
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(r, g)) for r, g in enumerate(MemoryGroup.world(size))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    if errors:
-        raise errors[0]
-    return results
 
 
 def _gloo_rank(rank: int, size: int, pipe: Any, work: Callable[[Group], Any]) -> None:
@@ -153,42 +124,16 @@ def test_sums_are_bit_identical_on_every_rank() -> None:
     assert all(other == first for other in others)
 
 
-def _kernel_bytes() -> tuple[int, int]:
-    """Bytes acknowledged and received over all TCP sockets of this process, as the kernel counts them."""
-    import os
-    import socket
-    import stat
-    import struct
-
-    sent = received = 0
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(link.name)).st_mode):
-                continue
-        except OSError:  # the folder we are reading was in its own list
-            continue
-        connection = socket.socket(fileno=os.dup(int(link.name)))
-        try:
-            info = connection.getsockopt(socket.IPPROTO_TCP, 11, 256)  # TCP_INFO
-            acked, got = struct.unpack_from("QQ", info, 120)  # tcpi_bytes_acked, tcpi_bytes_received
-            sent, received = sent + acked, received + got
-        except (OSError, struct.error):
-            pass
-        finally:
-            connection.close()
-    return sent, received
-
-
 def _measured_traffic(group: Group) -> tuple[float, float, float]:
     size = 1_000_000
     tensor = torch.zeros(size)
     group.barrier()
-    before = _kernel_bytes()
+    before = kernel_bytes()
     counted = group.traffic.bytes_sent
     for _ in range(5):
         group.all_reduce(tensor).wait()
     group.barrier()
-    after, counted = _kernel_bytes(), group.traffic.bytes_sent - counted
+    after, counted = kernel_bytes(), group.traffic.bytes_sent - counted
     group.barrier()  # nobody closes a connection before everybody has counted
     return after[0] - before[0], after[1] - before[1], counted
 
@@ -196,8 +141,6 @@ def _measured_traffic(group: Group) -> tuple[float, float, float]:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_counted_bytes_are_what_crossed_the_sockets(size: int) -> None:
     """The formula 2 (N-1)/N S against the kernel's own counters: at most 2 % and headers apart."""
-    import sys
-
     if not sys.platform.startswith("linux"):
         pytest.skip("TCP_INFO is Linux's")
     for sent, received, counted in over_gloo(size, _measured_traffic):
@@ -212,221 +155,6 @@ def test_a_silent_peer_is_an_error_not_a_hang() -> None:
     group = MemoryGroup(MemoryHub(2, timeout_s=0.05), 0)
     with pytest.raises(PeerLost, match=r"0\.05 s"):
         group.all_reduce(torch.zeros(1)).wait()
-
-
-# Buckets
-
-
-def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may become known while machines start; then it is asked for again."""
-    asked: list[str] = []
-
-    def unknown(host: str, _: Any) -> Any:
-        asked.append(host)
-        if len(asked) == 1 or host == "mini9":
-            raise socket.gaierror(-2, "Name or service not known")
-        return []
-
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unknown)
-    monkeypatch.setattr(rendezvous.time, "sleep", lambda _: None)
-    rendezvous._resolve(rendezvous.RankPlace(master_addr="mini2"))
-    assert asked == ["mini2", "mini2"]
-    with pytest.raises(UserError, match="mini9: this machine cannot resolve that name"):
-        rendezvous._resolve(rendezvous.RankPlace(master_addr="mini9", join_timeout_s=0.0))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback is one address")
-@pytest.mark.parametrize("libuv", [False, True])
-def test_the_store_listens_on_its_address_alone(monkeypatch: pytest.MonkeyPatch, libuv: bool) -> None:
-    """torch by itself would listen on every address, 127.0.0.2 among them."""
-    if libuv and not rendezvous._LIBUV_TAKES_A_SOCKET:
-        pytest.skip("this torch has a store of libuv that takes no socket")
-    monkeypatch.setattr(rendezvous, "_LIBUV_TAKES_A_SOCKET", libuv)
-    store = rendezvous._open_store(rendezvous.RankPlace(world_size=2, master_addr="localhost"))
-    other = rendezvous._open_store(rendezvous.RankPlace(rank=1, world_size=2, master_port=store.port))
-    other.set("key", "value")
-    assert store.get("key") == b"value"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", store.port), timeout=300)
-    with pytest.raises(UserError, match=f"--master-port {store.port} on 127.0.0.1 cannot be used"):
-        rendezvous._open_store(rendezvous.RankPlace(world_size=2, master_port=store.port))
-
-
-def test_the_store_of_another_machines_address_is_refused_for_its_address() -> None:
-    with pytest.raises(
-        UserError, match=r"^--master-addr 192\.0\.2\.1 is not an address of this machine, which runs rank 0"
-    ):
-        rendezvous._open_store(rendezvous.RankPlace(world_size=2, master_addr="192.0.2.1"))
-
-
-def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
-    f32, f16 = torch.float32, torch.float16
-    assert assign_buckets([(f32, 4)] * 4, bucket_bytes=8, first_bucket_bytes=4) == ([2, 1, 1, 0], 3)
-    assert assign_buckets([(f32, 100), (f32, 4)], bucket_bytes=8, first_bucket_bytes=4) == ([1, 0], 2)
-    assert assign_buckets([(f32, 4), (f16, 4), (f32, 4)], bucket_bytes=100, first_bucket_bytes=100) == ([2, 1, 0], 3)
-    assert assign_buckets([(f32, 4)], bucket_bytes=1, first_bucket_bytes=1) == ([0], 1)
-
-
-class Recording(MemoryGroup):
-    """Remembers when buckets left."""
-
-    def __init__(self) -> None:
-        super().__init__(MemoryHub(1), 0)
-        self.sent: list[int] = []
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        self.sent.append(tensor.numel())
-        return super().all_reduce(tensor)
-
-
-def test_a_bucket_leaves_while_backward_still_runs() -> None:
-    """The last layer's gradient is on its way before the first layer's backward has begun."""
-    layers = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 3, bias=False))
-    group = Recording()
-    buckets = GradientBuckets(list(layers.parameters()), group, bucket_bytes=1, first_bucket_bytes=1)
-    sent_when_first_layer_runs: list[int] = []
-    layers[0].register_full_backward_pre_hook(lambda *_: sent_when_first_layer_runs.append(len(group.sent)))
-    buckets.arm(0, weight=1.0, stop=False)
-    layers(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    buckets.disarm()
-    assert sent_when_first_layer_runs == [1]
-    assert group.sent == [12, 16 + 3], "the last bucket also carries the stop count, and who used which parameter"
-
-
-def test_buckets_leave_in_order_whatever_order_gradients_come_in() -> None:
-    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
-    group = Recording()
-    buckets = GradientBuckets([first, second], group, bucket_bytes=1, first_bucket_bytes=1)
-    buckets.arm(0, weight=0.5, stop=True)
-    first.sum().backward()
-    assert group.sent == [], "the second parameter's bucket must leave first"
-    second.sum().backward()
-    assert group.sent == [3, 2 + 3]
-    buckets.disarm()
-    buckets.wait(0)
-    buckets.give(0)
-    assert first.grad.tolist() == [0.5, 0.5]
-    assert buckets.stop_count(0).item() == 1.0
-
-
-def test_gradients_outside_an_armed_step_are_left_alone() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    buckets = GradientBuckets([parameter], Recording(), bucket_bytes=100)
-    parameter.sum().backward()
-    assert parameter.grad is not None
-    buckets.arm(0, weight=1.0, stop=False)
-    parameter.sum().backward()
-    buckets.disarm()
-    buckets.wait(0)
-    buckets.give(0)
-    assert parameter.grad.tolist() == [2.0, 2.0], "both micro-batches count"
-
-
-def test_the_gradient_of_a_micro_batch_before_the_last_is_sent() -> None:
-    """Of a parameter that the last one does not use. One that none of them uses has none, as without buckets."""
-    early, last, never = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
-    buckets = GradientBuckets([early, last, never], Recording(), bucket_bytes=1, first_bucket_bytes=1)
-    early.sum().backward()
-    buckets.arm(0, weight=0.5, stop=False)
-    last.sum().backward()
-    buckets.disarm()
-    buckets.wait(0)
-    buckets.give(0)
-    assert [None if p.grad is None else p.grad.tolist() for p in (early, last, never)] == [[0.5] * 2, [0.5] * 2, None]
-
-
-# Which backend
-
-
-def wishes(*said: str) -> list[BackendRequest]:
-    """Each "named gpu", where - is neither; two ranks to a host."""
-    pairs = [[None if word == "-" else word for word in rank.split(" ", 1)] for rank in said]
-    return [BackendRequest(host=f"host{rank // 2}", named=named, gpu=gpu) for rank, (named, gpu) in enumerate(pairs)]
-
-
-@pytest.mark.parametrize(
-    ("said", "backend"),
-    [
-        (["- -", "- -"], "gloo"),
-        (["- cuda a", "- cuda b", "- cuda c"], "nccl"),
-        (["- cuda a", "- cuda a"], "gloo"),  # two workers on one GPU
-        (["- cuda a", "- -"], "gloo"),  # a GPU node and a Raspberry Pi
-        (["- cuda a", "- hip b"], "gloo"),
-        (["gloo cuda a", "- cuda b"], "gloo"),  # one user's word holds for all
-        (["- cuda a", "nccl cuda b"], "nccl"),
-        (["- -", "mpi -"], "mpi"),
-    ],
-)
-def test_ranks_agree_on_a_backend(said: list[str], backend: str) -> None:
-    assert agree(wishes(*said)) == backend
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        (
-            ["- -", "gloo -", "mpi -"],
-            "rank 2 on host1 has backend mpi and rank 1 on host0 has gloo; use the same --backend",
-        ),
-        (
-            ["nccl cuda a", "- cuda b", "- -"],
-            "rank 2 on host1 has no GPU that NCCL could use: NCCL needs a GPU for each",
-        ),
-        (["nccl cuda a", "nccl cuda b", "- cuda a"], "ranks 0 and 2 on host1 share a GPU"),
-        (["nccl cuda a", "nccl hip b"], "the GPUs are of several kinds"),
-    ],
-)
-def test_ranks_that_cannot_agree_are_told(said: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        agree(wishes(*said))
-
-
-# Two with one number
-
-
-class Store:
-    """One of torch's, and something that happens before a rank signs."""
-
-    def __init__(self, store: Any, before: Callable[[], Any]) -> None:
-        self._store, self._before = store, before
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def set(self, key: str, value: str) -> None:
-        self._before()
-        self._store.set(key, value)
-
-
-def sign(store: Any, rank: int, who: str) -> list[str]:
-    """Who all of them are."""
-    place = rendezvous.RankPlace(rank=rank, world_size=2, join_timeout_s=30.0)
-    me = rendezvous.Signature(host="here", named=None, gpu=None, said={}, who=who)
-    return [signed.who for signed in rendezvous._wait_for_all(store, place, me, lambda: False)]
-
-
-def test_of_two_with_one_number_one_is_told_however_they_meet() -> None:
-    """The second has looked and seen nobody; before it signs, the others have met."""
-    store = dist.HashStore()
-
-    def others_meet() -> None:
-        with ThreadPoolExecutor() as pool:
-            met = [pool.submit(sign, store, rank, f"rank {rank}") for rank in range(2)]
-            assert [one.result() for one in met] == [["rank 0", "rank 1"]] * 2
-
-    with pytest.raises(UserError, match="rank 1 was started twice: another process, on here"):
-        sign(Store(store, others_meet), 1, "a twin")
-
-
-def test_one_that_is_started_again_before_all_are_there_takes_its_place() -> None:
-    store = dist.HashStore()
-    left = rendezvous.Signature(host="here", named=None, gpu=None, said={}, who="one that left")
-    store.set("joined/1", json.dumps(dataclasses.asdict(left)))
-    with ThreadPoolExecutor() as pool:
-        again = pool.submit(sign, store, 1, "rank 1")
-        while json.loads(store.get("joined/1"))["who"] != "rank 1":
-            time.sleep(0.001)
-        assert sign(store, 0, "rank 0") == again.result() == ["rank 0", "rank 1"]
 
 
 def weights_of(group: Group, *, seed: int, others: str = "alike") -> tuple[list[float], int]:

@@ -1,4 +1,4 @@
-"""What a step, a view and a link cost as members become many: work is counted, not timed."""
+"""The cost of a step, a view and a join as a function of the number of members, in executed lines instead of seconds."""
 
 from __future__ import annotations
 
@@ -250,6 +250,10 @@ WRONG: dict[str, list[Message]] = {
     "no name": [slice_of(0, torch.zeros(3), shape=[3])],
     "no shape": [slice_of(0, torch.zeros(3), name="a")],
     "a negative size": [slice_of(0, torch.zeros(3), name="a", shape=[-3])],
+    "a name twice": [
+        slice_of(0, torch.zeros(3), name="a", shape=[3]),
+        slice_of(1, torch.zeros(3), name="a", shape=[3]),
+    ],
     "too large": [slice_of(0, torch.zeros(3), name="a", shape=[2**20])],
     "too large and empty": [slice_of(0, torch.zeros(0), name="a", shape=[2**20, 0])],
     "one too many": [FIRST, slice_of(1, torch.zeros(2))],
@@ -260,8 +264,8 @@ WRONG: dict[str, list[Message]] = {
 
 
 @pytest.mark.parametrize("messages", WRONG.values(), ids=WRONG.keys())
-def test_what_is_no_slice_of_a_state_is_refused(messages: list[Message]) -> None:
-    state = ReceivedState(2, most_bytes=1000)
+def test_an_invalid_slice_of_a_state_is_refused(messages: list[Message]) -> None:
+    state = ReceivedState(2, limit_bytes=1000)
     for message in messages[:-1]:
         state.take(message)
     with pytest.raises(ValueError):

@@ -1,4 +1,4 @@
-"""Transports: the same promises over memory, over TCP with both loops, and over TLS."""
+"""The transport: over TCP with both event loops, and over TLS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import pytest
 import torch
 from tests.places import eventually, free_port
 from tests.relay import Relay
-from tools.memory_transport import Switchboard
 from torch import Tensor
 
 from smolcluster.comm.addresses import join_address, reach, split_address
@@ -26,7 +25,7 @@ from smolcluster.comm.elastic.transport import connection, frames, payloads, soc
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.elastic.transport.connection import TcpLink
 from smolcluster.comm.elastic.transport.handshake import NOT_A_MEMBER, Handshake, Refusal, read_peer
-from smolcluster.comm.elastic.transport.security import Credentials, Keyring, new_token, open_credentials
+from smolcluster.comm.elastic.transport.security import MAX_TOKENS, Credentials, Keyring, NoToken, new_token
 from smolcluster.comm.elastic.transport.sockets import INSTEAD_OF_BBR, set_options
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 from smolcluster.comm.group import PeerLost
@@ -43,7 +42,7 @@ def make_peer(role: str = "worker", rank: int = 0, *, run: str = "") -> Peer:
 
 
 class Recorder:
-    """A handler that keeps everything it is told, and lets tests wait for it."""
+    """A handler that records its callbacks, and lets tests wait for them."""
 
     def __init__(self, place: Callable[[Head], Tensor | None] | None = None) -> None:
         self.links: list[Link] = []
@@ -90,7 +89,7 @@ class Recorder:
 
 
 class Told:
-    """What `sent` was called with."""
+    """Records the calls of `sent`."""
 
     def __init__(self) -> None:
         self.all: list[tuple[int, bool]] = []
@@ -116,19 +115,13 @@ class World:
 
     def __init__(self, sort: str) -> None:
         self.sort = sort
-        self.network = Switchboard() if sort == "memory" else None
         self.token = new_token() if sort == "tls" else None
         self._transports: list[Transport] = []
 
     def transport(self, role: str = "worker", rank: int = 0, *, run: str = "", **limits: Any) -> Any:
         me = make_peer(role, rank, run=run)
-        transport: Transport
-        if self.network is not None:
-            transport = self.network.transport(me)
-        else:
-            keyring = Keyring([self.token]) if self.token else None
-            transport = TcpTransport(me, keyring=keyring, limits=LinkLimits(**limits), uvloop=self.sort != "asyncio")
-        return self.keep(transport)
+        keyring = Keyring([self.token]) if self.token else None
+        return self.keep(TcpTransport(me, keyring=keyring, limits=LinkLimits(**limits), uvloop=self.sort != "asyncio"))
 
     def keep(self, transport: Any) -> Any:
         """To close it in the end."""
@@ -152,8 +145,6 @@ class World:
     def close(self) -> None:
         for transport in self._transports:
             transport.close()
-        if self.network is not None:
-            self.network.close()
 
 
 def sorts(*names: str) -> Any:
@@ -176,7 +167,6 @@ def _installed(module: str | None) -> bool:
     return module is None or importlib.util.find_spec(module) is not None
 
 
-ALL = sorts("memory", "asyncio", "uvloop", "tls")
 TCP = sorts("asyncio", "uvloop", "tls")
 PLAIN = sorts("asyncio")
 
@@ -188,7 +178,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     world.close()
 
 
-@ALL
+@TCP
 class TestLinks:
     def test_both_ends_know_each_other(self, world: World) -> None:
         server, worker = world.transport("server", run="0123456789abcdef"), world.transport("worker", 3)
@@ -276,15 +266,19 @@ class TestLinks:
         server_link, at_server, _, at_worker = world.pair()
         server_link.close("done here")
         at_server.wait(lambda r: r.ends)
-        for payload in (None, torch.zeros(10), torch.zeros(100_000)):
-            work = server_link.send(Message(kind=Kind.CHUNK, payload=payload))
+        told = Told()
+        for number, payload in enumerate([None, torch.zeros(10), torch.zeros(100_000)]):
+            work = server_link.send(Message(kind=Kind.CHUNK, payload=payload), sent=told.of(number))
             with pytest.raises(PeerLost, match=r"worker 1 \(here\): done here"):
                 work.wait()
+        told.wait(3)
+        assert told.all == [(0, False), (1, False), (2, False)]
+        assert threading.get_ident() not in told.threads
         assert server_link.queued_bytes == 0
         at_worker.wait(lambda r: r.ends)
         assert not at_worker.messages
 
-    def test_the_sender_is_told_when_a_message_has_left(self, world: World) -> None:
+    def test_sent_is_called_for_each_message(self, world: World) -> None:
         """Once for each, in order, on the transport's thread."""
         server_link, _, _, at_worker = world.pair()
         told = Told()
@@ -296,16 +290,6 @@ class TestLinks:
         assert threading.get_ident() not in told.threads
         at_worker.wait(lambda r: len(r.messages) == 3)
         assert at_worker.messages[2].payload.eq(7.0).all()  # type: ignore[union-attr]
-
-    def test_the_sender_is_told_when_the_link_ended_first(self, world: World) -> None:
-        server_link, at_server, _, _ = world.pair()
-        server_link.close("enough")
-        at_server.wait(lambda r: r.ends)
-        told = Told()
-        server_link.send(Message(kind=Kind.CHUNK, payload=torch.zeros(100_000)), sent=told.of(0))
-        told.wait(1)
-        assert told.all == [(0, False)]
-        assert threading.get_ident() not in told.threads
 
     def test_the_dialer_comes_back_after_a_loss(self, world: World) -> None:
         _, at_server, _, at_worker = world.pair()
@@ -356,14 +340,12 @@ class TestLinks:
         transport = world.transport()
         threads: list[int] = []
         done = threading.Event()
-        called_off = transport.call_later(0.02, lambda: threads.append(-1))
-        called_off.cancel()
         transport.call_later(0, lambda: threads.append(threading.get_ident()))
         transport.call_later(0.05, lambda: (threads.append(threading.get_ident()), done.set()))
         assert done.wait(WAIT_S)
         assert len(threads) == 2
         assert len(set(threads)) == 1
-        assert threads[0] not in (-1, threading.get_ident())
+        assert threads[0] != threading.get_ident()
 
     def test_a_port_that_is_taken(self, world: World) -> None:
         server, other = world.transport("server"), world.transport("server")
@@ -386,7 +368,7 @@ class TestLinks:
         assert at_server.messages[-1].meta == {"steps": 3}
         assert len(at_server.messages) == 21
         worker.close()
-        assert worker.call_later(0, lambda: None)  # nothing happens, and nothing breaks
+        worker.call_later(0, lambda: None)  # nothing happens, and nothing breaks
         with pytest.raises(PeerLost):
             link.send(Message(kind=Kind.ACK)).wait()
 
@@ -452,7 +434,7 @@ class TestTcp:
         assert "too slow" in at_worker.ends[0]
         assert "the limit is 480" in at_worker.ends[0]  # four times 12 MB, and the headers
 
-    def test_what_had_not_left_when_the_link_ended_is_told(self, world: World) -> None:
+    def test_unsent_messages_are_reported_when_the_link_ends(self, world: World) -> None:
         server_link, _, worker_link, at_worker = world.pair(silence_s=WAIT_S)
         told = Told()
         at_worker.on_end = lambda: told.of(-1)(False)
@@ -464,7 +446,7 @@ class TestTcp:
             told.wait(4)
         assert told.all == [(0, False), (1, False), (2, False), (-1, False)]
 
-    def test_a_slow_line_is_not_silent(self, world: World) -> None:
+    def test_a_slow_link_is_not_silent(self, world: World) -> None:
         """Inside a payload we ask to be woken late; a line that needs longer for it than silence may last still counts."""
         server, worker = world.transport("server"), world.transport(silence_s=1.0, beat_s=0.1)
         at_server, at_worker = Recorder(), Recorder()
@@ -493,7 +475,7 @@ class TestTcp:
         assert not at_worker.ends
         assert not at_server.messages, "beats are nobody's business"
 
-    def test_a_peer_that_stands_still_while_its_machine_answers_is_kept(self, world: World) -> None:
+    def test_a_stopped_peer_whose_kernel_answers_is_kept(self, world: World) -> None:
         """As in a call that holds the GIL. The bound for it is another one than for a machine that is gone."""
         server = world.transport("server", silence_s=0.6, beat_s=0.1, stall_s=WAIT_S)
         worker = world.transport(silence_s=WAIT_S, beat_s=0.1)
@@ -528,7 +510,7 @@ class TestTcp:
         silent_s = float(at_server.ends[0].removeprefix("silent for ").removesuffix(" s"))
         assert silent_s >= (0.6 if unanswered_s is not None else stall_s)
 
-    def test_our_own_standing_still_is_not_the_peers_silence(self, world: World) -> None:
+    def test_time_in_which_this_process_was_suspended_does_not_count(self, world: World) -> None:
         """A laptop that was asleep, and its peer with it: the first to wake has an old clock and no beat from the other."""
         server, worker = world.transport("server", silence_s=WAIT_S), world.transport(silence_s=1.0, beat_s=0.1)
         at_server, at_worker = world.meet(server, worker)
@@ -587,29 +569,26 @@ class TestTcp:
         at_server.wait(lambda r: any(m.step == 14 for m in r.messages))
         assert "a mistake of ours" in caplog.text
 
-    def test_addresses(self, world: World) -> None:
+    @pytest.mark.parametrize(("host", "shown"), [("localhost", "localhost:"), ("::1", "[::1]:")])
+    def test_addresses(self, world: World, host: str, shown: str) -> None:
+        if host == "::1" and not has_ipv6():
+            pytest.skip("no IPv6 here")
         server, worker = world.transport("server"), world.transport()
         at_server, at_worker = Recorder(), Recorder()
-        address = server.listen("localhost", 0, at_server)
-        assert address.startswith("localhost:")
+        address = server.listen(host, 0, at_server)
+        assert address.startswith(shown)
         worker.dial(address, at_worker)
         at_worker.link()
+
+    def test_addresses_that_cannot_be_used(self, world: World) -> None:
+        server, worker = world.transport("server"), world.transport()
+        at_server, at_worker = Recorder(), Recorder()
         with pytest.raises(UserError, match="'nowhere' is not an address; write HOST:PORT"):
             worker.dial("nowhere", at_worker)
         with pytest.raises(
             UserError, match=r"cannot listen on 192\.0\.2\.1:0: .*; '192\.0\.2\.1' is no address of this m"
         ):
             server.listen("192.0.2.1", 0, at_server)
-
-    def test_ipv6(self, world: World) -> None:
-        if not has_ipv6():
-            pytest.skip("no IPv6 here")
-        server, worker = world.transport("server"), world.transport()
-        at_server, at_worker = Recorder(), Recorder()
-        address = server.listen("::1", 0, at_server)
-        assert address.startswith("[::1]:")
-        worker.dial(address, at_worker)
-        at_worker.link()
 
     def test_socket_options(self, world: World) -> None:
         _, _, link, _ = world.pair()
@@ -631,7 +610,7 @@ class TestTcp:
         assert worker.loop.is_closed()
         assert not worker._tasks
 
-    def test_waiting_is_told_once(self, world: World, caplog: pytest.LogCaptureFixture) -> None:
+    def test_waiting_is_logged_once(self, world: World, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
         worker, address = world.transport(), f"{HERE}:{free_port()}"
         worker.dial(address, Recorder())
@@ -673,11 +652,11 @@ class TestCongestion:
     def algorithm(self, sock: socket.socket) -> bytes:
         return bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)).rstrip(b"\0")
 
-    def test_bbr_gives_way_on_a_local_line(self, pair: tuple[socket.socket, socket.socket]) -> None:
+    def test_bbr_is_replaced_on_a_local_link(self, pair: tuple[socket.socket, socket.socket]) -> None:
         set_options(pair[0], buffer_size=None)
         assert self.algorithm(pair[0]) in INSTEAD_OF_BBR
 
-    def test_it_stays_on_the_way_to_others(
+    def test_bbr_stays_on_other_links(
         self, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sockets, "_is_local", lambda sock: False)
@@ -699,9 +678,11 @@ class TestCongestion:
 @pytest.mark.skipif(not _installed("cryptography"), reason="a token needs cryptography")
 @PLAIN
 class TestTokens:
-    def meet(self, world: World, server_tokens: list[str], worker_tokens: list[str]) -> tuple[Recorder, Recorder]:
+    def meet(
+        self, world: World, server_tokens: list[str], worker_tokens: list[str], *, uvloop: bool = True
+    ) -> tuple[Recorder, Recorder]:
         server, worker = (
-            world.keep(TcpTransport(make_peer(role), keyring=Keyring(tokens) if tokens else None))
+            world.keep(TcpTransport(make_peer(role), keyring=Keyring(tokens) if tokens else None, uvloop=uvloop))
             for role, tokens in (("server", server_tokens), ("worker", worker_tokens))
         )
         return world.meet(server, worker)
@@ -711,9 +692,12 @@ class TestTokens:
         [(1, 2, "does not have our token"), (0, 1, "it may have no token")],
         ids=["a wrong one", "one where none is used"],
     )
-    def test_a_token_that_does_not_fit(self, world: World, server_tokens: int, worker_tokens: int, said: str) -> None:
+    @pytest.mark.parametrize("uvloop", [False, True])
+    def test_a_token_that_does_not_fit(
+        self, world: World, server_tokens: int, worker_tokens: int, said: str, uvloop: bool
+    ) -> None:
         mine, theirs = ([new_token() for _ in range(count)] for count in (server_tokens, worker_tokens))
-        at_server, at_worker = self.meet(world, mine, theirs)
+        at_server, at_worker = self.meet(world, mine, theirs, uvloop=uvloop)
         at_worker.wait(lambda r: r.refusals)
         assert said in at_worker.refusals[0][1]
         assert not at_server.links
@@ -727,11 +711,19 @@ class TestTokens:
         assert not at_server.links
 
     def test_during_a_change_of_tokens_either_will_do(self, world: World) -> None:
-        old, new = new_token(), new_token()
-        for server_tokens, worker_tokens in (([new, old], [old]), ([old], [new, old]), ([old, new], [new, old])):
+        """They meet by the first of the worker's tokens that the server has."""
+        old, new, *others = (new_token() for _ in range(MAX_TOKENS))
+        for server_tokens, worker_tokens, expected in (
+            ([new, old], [old], old),
+            ([old], [new, old], old),
+            ([old, new], [new, old], new),
+            ([new], [*others, old, new], new),
+            ([*others, old, new], [new], new),
+        ):
             at_server, at_worker = self.meet(world, server_tokens, worker_tokens)
-            at_worker.link()
-            at_server.link()
+            for link in (at_worker.link(), at_server.link()):
+                assert isinstance(link, TcpLink)
+                assert link._parser.cluster == Credentials(expected).cluster
 
     @pytest.mark.parametrize("uvloop", [False, True])
     def test_a_handshake_that_was_damaged_on_the_way_is_tried_again(
@@ -766,7 +758,7 @@ class TestTokens:
 
 @PLAIN
 class TestVersions:
-    """Somebody speaks another version of the protocol: both sides say which two do not fit."""
+    """Peers with another version of the protocol: both sides report both versions."""
 
     def test_a_newer_dialer(self, world: World) -> None:
         at_server, server = Recorder(), world.transport("server")
@@ -809,10 +801,10 @@ class TestHandshake:
             to_client = []
 
     def server(self, credentials: Credentials | None = None, **options: Any) -> Handshake:
-        return Handshake(make_peer("server", **options), find=lambda cluster: credentials or open_credentials())
+        return Handshake(make_peer("server", **options), find=lambda cluster: credentials or NoToken())
 
     def client(self, credentials: Credentials | None = None, **options: Any) -> Handshake:
-        return Handshake(make_peer("worker", 2, **options), credentials=credentials or open_credentials())
+        return Handshake(make_peer("worker", 2, **options), credentials=credentials or NoToken())
 
     def test_two_meet(self) -> None:
         client, server = self.client(), self.server()
@@ -841,7 +833,7 @@ class TestHandshake:
             Message(kind=Kind.HELLO, meta={"nonce": "00" * 32, **dataclasses.asdict(make_peer())}), cluster=bytes(8)
         )
         nonce = bytes.fromhex(answer.meta["nonce"])
-        reflected = open_credentials().prove("server", mine=nonce, theirs=bytes(32))
+        reflected = NoToken().prove("server", mine=nonce, theirs=bytes(32))
         with pytest.raises(Refusal, match=NOT_A_MEMBER):
             server.handle(Message(kind=Kind.PROOF, meta={"proof": reflected.hex()}), cluster=bytes(8))
 
@@ -870,7 +862,7 @@ class TestHandshake:
         ],
         ids=str,
     )  # fmt: skip
-    def test_nothing_in_a_hello_is_believed(self, change: dict[str, Any]) -> None:
+    def test_every_field_of_a_hello_is_validated(self, change: dict[str, Any]) -> None:
         meta = dataclasses.asdict(make_peer())
         assert read_peer(meta).role == "worker"
         with pytest.raises(Refusal):
@@ -884,47 +876,6 @@ class TestHandshake:
             self.server().handle(
                 Message(kind=Kind.HELLO, meta={**dataclasses.asdict(make_peer()), "nonce": nonce}), cluster=bytes(8)
             )
-
-
-class TestMemory:
-    """What only the transport for tests can do."""
-
-    def setup_method(self) -> None:
-        self.network = Switchboard(manual=True)
-        self.server = self.network.transport(make_peer("server"))
-        self.worker = self.network.transport(make_peer())
-        self.at_server, self.at_worker = Recorder(), Recorder()
-        self.worker.dial(self.server.listen("server", 0, self.at_server), self.at_worker)
-        self.network.advance(0)
-        self.link = self.at_worker.links[0]
-
-    def send(self, step: int) -> None:
-        self.link.send(Message(kind=Kind.ACK, step=step))
-
-    def steps(self) -> list[int]:
-        return [message.step for message in self.at_server.messages]
-
-    def test_nothing_happens_by_itself(self) -> None:
-        self.send(1)
-        assert self.steps() == []
-        self.network.advance()
-        assert self.steps() == [1]
-
-    def test_a_killed_process_hears_nothing_and_sends_nothing_more(self) -> None:
-        self.send(1)
-        self.network.kill(self.worker)
-        self.network.advance(0.1)
-        assert self.at_server.ends == ["the connection was closed"]
-        assert self.at_worker.ends == []
-        assert self.steps() == []
-        assert len(self.at_worker.links) == 1
-
-    def test_what_json_changes_is_changed_here_too(self) -> None:
-        self.link.send(Message(kind=Kind.ACK, meta={"pair": (1, 2)}))
-        self.network.advance()
-        assert self.at_server.messages[0].meta == {"pair": [1, 2]}
-        with pytest.raises(ValueError):
-            self.link.send(Message(kind=Kind.ACK, meta={"loss": float("nan")}))
 
 
 def test_only_small_things_are_needed_to_import_it() -> None:
@@ -947,7 +898,7 @@ class AsksItself(socket.socket):
 
 
 @TCP
-def test_nobody_is_connected_with_itself(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_connected_to_itself_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody listens yet. It would be a refusal for good, and keep the port from the one who is waited for."""
     port, attempts = free_port(), threading.Event()
 
@@ -992,7 +943,7 @@ def test_pauses_between_dials_grow_and_stay_bounded(monkeypatch: pytest.MonkeyPa
 
 @contextlib.contextmanager
 def hold(link: Link) -> Iterator[None]:
-    """Keep a transport's thread from doing anything, as a stopped process would be."""
+    """Block a transport's thread, as in a stopped process."""
     held, release = threading.Event(), threading.Event()
     owner_of(link).call_later(0, lambda: (held.set(), release.wait(WAIT_S)))
     assert held.wait(WAIT_S)
@@ -1026,7 +977,7 @@ def first_damaged(*, byte: int) -> Callable[[int, int, bytes], bytes]:
 
 
 def pause(transport: Transport, seconds: float) -> None:
-    """Give a transport time to do what it should not."""
+    """Wait, to see that the transport does nothing meanwhile."""
     done = threading.Event()
     transport.call_later(seconds, done.set)
     assert done.wait(WAIT_S)

@@ -21,7 +21,7 @@ from tests.unit.engine.test_checkpoint import forge
 from torch import Tensor
 
 from smolcluster.comm.group import PeerLost
-from smolcluster.comm.notes import StoreNotes
+from smolcluster.comm.notes import Notes as StoreNotes
 from smolcluster.comm.sharded import box_name, read_box_name
 from smolcluster.durable_files import Files, OutputFile
 from smolcluster.engine.checkpoint.lazy_tensors import FileEntry, StoredTensors

@@ -6,8 +6,8 @@ import torch
 from tests.tasks import Tiny
 from torch import Tensor, nn
 
+from smolcluster.comm.buckets import BucketSum
 from smolcluster.comm.memory_group import MemoryGroup
-from smolcluster.comm.rounds import BucketSum
 from smolcluster.config import load_config, resolve
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.parallel.placement import Seat
@@ -100,7 +100,6 @@ def test_it_is_part_of_what_a_worker_keeps_of_its_own() -> None:
 def test_a_dense_sum_keeps_what_this_member_contributed() -> None:
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
     combination = BucketSum(parameters, None, bucket_bytes=1 << 20, num_slots=1)
-    combination.buckets.group = MemoryGroup.world(1)[0]
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, number + 0.5)
     combination.start(0, weight=6.0)

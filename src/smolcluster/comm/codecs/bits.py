@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_WIDTH = 16  # with the bits before it in its first byte a field touches three bytes at most
-
 
 def add_fields(data: Tensor, positions: Tensor, fields: Tensor, *, width: int) -> None:
     """Write fields of up to `width` bits, which overlap no others, at these bits.
@@ -21,7 +19,10 @@ def add_fields(data: Tensor, positions: Tensor, fields: Tensor, *, width: int) -
 
 
 def read_fields(data: Tensor, positions: Tensor, widths: Tensor | int) -> Tensor:
-    """Read fields of up to 16 bits at these bits; what is beyond the bytes reads as 0."""
+    """Read fields of up to 16 bits at these bits; what is beyond the bytes reads as 0.
+
+    With the bits before it in its first byte a field touches three bytes at most.
+    """
     padded = F.pad(data, (0, 3))
     first = (positions >> 3).clamp_(max=len(data))
     window = padded.index_select(0, first).int()

@@ -36,15 +36,14 @@ class Feedback:
     """A sender's state of every tensor, by name. Tensors are replaced at every step, never modified, and so is the mapping
     `memories`: a caller may keep one and restore it.
 
-    For a payload that is rejected or encoded again, `undo` rolls back the last encoding of every tensor; `commit` makes it
-    final. Encoding a tensor again without either makes the previous encoding final.
+    For a payload that is rejected or encoded again, `undo` returns to the last `commit`.
     """
 
     def __init__(self, *, decay: float = 1.0) -> None:
         self.decay = decay
         self.memories: Mapping[str, Memory] = {}
+        self._committed: Mapping[str, Memory] = {}
         self._decoded = torch.empty(0)
-        self._before: dict[str, Memory | None] = {}
 
     def add(self, name: str, gradient: Tensor) -> Memory:
         """Return g + r in new memory, and the codec's state. Nothing changes until `keep`."""
@@ -80,7 +79,6 @@ class Feedback:
 
     def keep(self, memories: Mapping[str, Memory]) -> None:
         """Store the memories after an encoding; each residual is now the encoding error."""
-        self._before |= {name: self.memories.get(name) for name in memories}
         self.memories = {**self.memories, **memories}
 
     def scratch(self, shape: torch.Size) -> Tensor:
@@ -91,34 +89,44 @@ class Feedback:
 
     def commit(self) -> None:
         """Make all encodings final."""
-        self._before.clear()
+        self._committed = self.memories
 
     def undo(self) -> None:
         """Roll back all encodings since the last commit."""
-        memories = {**self.memories, **self._before}
-        self.memories = {name: memory for name, memory in memories.items() if memory is not None}
-        self._before.clear()
+        self.memories = self._committed
 
-    def state_dict(self, *, committed: bool = False) -> dict[str, Tensor]:
-        """Return `residual/<name>` and `<state>/<name>`, not copied. `committed`: the state after an `undo`."""
-        memories = {**self.memories, **self._before} if committed else self.memories
-        return tensors_of({name: memory for name, memory in memories.items() if memory is not None})
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state after the last commit."""
+        return tensors_of(self._committed)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace everything by a `state_dict`."""
-        states: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in tensors.items():
-            kind, _, name = key.partition("/")
-            states.setdefault(name, {})[kind] = tensor.detach().to(device="cpu", dtype=torch.float32)
-        lost = sorted(name for name, state in states.items() if RESIDUAL not in state)
-        if lost:
-            raise UserError(f"the saved error feedback has no residual for {', '.join(lost)}; resume without it")
-        self.memories = {name: Memory(state.pop(RESIDUAL), state) for name, state in states.items()}
-        self._before.clear()
+        self.memories = self._committed = memories_of(tensors)
+
+
+def add_left_out(decoded: Tensor, before: Memory | None, after: Memory | None, *, decay: float) -> Tensor:
+    """Add to a decoded gradient, in place, what its encoding left out; `before` and `after`: the memories around it."""
+    if after is not None and after is not before:
+        decoded += after.residual.cpu()
+        if before is not None:
+            decoded.sub_(before.residual.cpu(), alpha=decay)
+    return decoded
+
+
+def memories_of(tensors: Mapping[str, Tensor]) -> dict[str, Memory]:
+    """Return the memories that `tensors_of` was called with."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        states.setdefault(name, {})[kind] = tensor.detach().to(device="cpu", dtype=torch.float32)
+    lost = sorted(name for name, state in states.items() if RESIDUAL not in state)
+    if lost:
+        raise UserError(f"the saved error feedback has no residual for {', '.join(lost)}; resume without it")
+    return {name: Memory(state.pop(RESIDUAL), state) for name, state in states.items()}
 
 
 def tensors_of(memories: Mapping[str, Memory]) -> dict[str, Tensor]:
-    """Return memories in the form of `Feedback.state_dict`, not copied."""
+    """Return `residual/<name>` and `<state>/<name>`, not copied."""
     tensors = {}
     for name, memory in memories.items():
         tensors[f"{RESIDUAL}/{name}"] = memory.residual

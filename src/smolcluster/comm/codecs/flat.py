@@ -30,7 +30,7 @@ from torch import Tensor
 from smolcluster.comm.codecs.base import Codec, CodecError, check_magnitude, numbers
 from smolcluster.comm.codecs.casts import Cast
 
-# Numbers that are worked on at once: on a CPU what its cache holds, elsewhere what bounds the scratch memory.
+# Numbers per operation: on a CPU they fit its cache, elsewhere they bound the scratch memory.
 CPU_PIECE, PIECE = 2**18, 2**24
 
 
@@ -129,7 +129,7 @@ class FlatEncoding(ABC):
 
 
 class FlatCasts(FlatEncoding):
-    """Of fp32, fp16, bf16: the buffer in another type is the payload."""
+    """fp32, fp16, bf16: the payload is the buffer in another dtype."""
 
     codec: Cast
 

@@ -65,7 +65,7 @@ class FlatBlocks(FlatEncoding):
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What is known of a batch without its numbers, on a device. Positions are bytes of its payload.
+    """Index tables of a batch, which depend on its shapes only, on one device. Positions are bytes of its payload.
 
     Elements are in the order of `BlockBatch`, which is not that of the payload.
     """

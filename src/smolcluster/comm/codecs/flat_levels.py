@@ -37,7 +37,7 @@ class FlatLevels(FlatEncoding):
             scale = torch.maximum(blocks.amax(dim=1), -blocks.amin(dim=1)).add_(0.0)
             scales[piece.start // self.codec.block : piece.stop // self.codec.block] = scale
             level = (blocks / torch.where(scale > 0, scale, 1.0)[:, None]).mul_(self.codec.most).round_().view(-1)
-            levels[piece.start // self._per_byte : piece.stop // self._per_byte] = self._packed(level)
+            levels[piece.start // self._per_byte : piece.stop // self._per_byte] = self.codec.pack(level)
         parts = []
         for offset, num_scales, num_bytes in zip(self.offsets, self._num_scales, self._num_bytes, strict=True):
             first, start = offset // self.codec.block, offset // self._per_byte
@@ -51,16 +51,17 @@ class FlatLevels(FlatEncoding):
             for size in (4 * scales, levels)
         ]
         parts = torch.split(data, sizes)
+        zero = int(self.codec.pack(torch.zeros(self._per_byte))[0])  # the byte of levels that are 0
         scales = self._joined(parts[::2], [4 * (extent // self.codec.block) for extent in self._extents], fill=0)
         scales = numbers(scales, torch.float32)
-        levels = self._joined(parts[1::2], [extent // self._per_byte for extent in self._extents], fill=self._zero)
+        levels = self._joined(parts[1::2], [extent // self._per_byte for extent in self._extents], fill=zero)
         low, high = torch.aminmax(scales)
         bad = (low < 0) | ~(high < math.inf) | self._beyond(levels)
         return None if bool(bad) else self._parts(scales, levels)
 
     def _parts(self, scales: Tensor, levels: Tensor) -> Iterator[Decoded]:
         for piece in pieces(levels, multiple=self.align, per_element=self._per_byte):
-            level = self._unpacked(levels[piece.start // self._per_byte : piece.stop // self._per_byte])
+            level = self.codec.unpack(levels[piece.start // self._per_byte : piece.stop // self._per_byte])
             blocks = level.float().mul_(1 / self.codec.most).view(-1, self.codec.block)
             scale = scales[piece.start // self.codec.block : piece.stop // self.codec.block]
             yield Decoded(blocks.mul_(scale[:, None]).view(-1), piece)
@@ -72,22 +73,6 @@ class FlatLevels(FlatEncoding):
         filling = parts[0].new_full((max(missing),), fill)
         padded = [each for part, count in zip(parts, missing, strict=True) for each in (part, filling[:count])]
         return torch.cat(padded)
-
-    @property
-    def _zero(self) -> int:
-        """The byte of levels that are 0."""
-        return 0x88 if self._per_byte == 2 else 0
-
-    def _packed(self, levels: Tensor) -> Tensor:
-        if self._per_byte == 1:
-            return levels.to(torch.int8).view(torch.uint8)
-        pairs = (levels + 8).to(torch.uint8).view(-1, 2)
-        return pairs[:, 0] | (pairs[:, 1] << 4)
-
-    def _unpacked(self, data: Tensor) -> Tensor:
-        if self._per_byte == 1:
-            return data.view(torch.int8)
-        return torch.stack([data & 15, data >> 4], dim=1).view(-1).to(torch.int8) - 8
 
     def _beyond(self, data: Tensor) -> Tensor:
         """Whether a level is beyond the highest one: only the lowest number of the type is."""

@@ -59,11 +59,11 @@ class _Levels(Codec):
         else:
             levels.round_()
         store(scales, out[: scales.nbytes], dtype=torch.float32)
-        self._write(levels, out[scales.nbytes :])
+        out[scales.nbytes :].copy_(self.pack(levels))
 
     def _decode(self, data: Tensor, target: Tensor) -> None:
         size = 4 * self._num_blocks(target.numel())
-        scales, levels = numbers(data[:size], torch.float32), self._read(data[size:], target.numel())
+        scales, levels = numbers(data[:size], torch.float32), self.unpack(data[size:])[: target.numel()]
         if levels.min() < -self.most or levels.max() > self.most or not bool((scales >= 0).all()):
             raise CodecError(f"a level beyond {self.most}, or a scale that is negative or NaN: not made by {self.name}")
         flat = target.view(-1)
@@ -73,10 +73,12 @@ class _Levels(Codec):
             blocks.mul_(scale)
 
     @abstractmethod
-    def _write(self, levels: Tensor, out: Tensor) -> None: ...
+    def pack(self, levels: Tensor) -> Tensor:
+        """Return the bytes of levels."""
 
     @abstractmethod
-    def _read(self, data: Tensor, count: int) -> Tensor: ...
+    def unpack(self, data: Tensor) -> Tensor:
+        """Return the levels in these bytes, as int8."""
 
     def _num_blocks(self, count: int) -> int:
         return -(-count // self.block)
@@ -104,10 +106,10 @@ class Int8(_Levels):
         count = math.prod(shape)
         return count + 4 * self._num_blocks(count)
 
-    def _write(self, levels: Tensor, out: Tensor) -> None:
-        out.view(torch.int8).copy_(levels)
+    def pack(self, levels: Tensor) -> Tensor:
+        return levels.to(torch.int8).view(torch.uint8)
 
-    def _read(self, data: Tensor, count: int) -> Tensor:
+    def unpack(self, data: Tensor) -> Tensor:
         return data.view(torch.int8)
 
 
@@ -121,12 +123,13 @@ class Int4(_Levels):
         count = math.prod(shape)
         return -(-count // 2) + 4 * self._num_blocks(count)
 
-    def _write(self, levels: Tensor, out: Tensor) -> None:
-        pairs = F.pad(levels + 8, (0, len(levels) % 2), value=8).to(torch.uint8).view(-1, 2)
-        torch.bitwise_or(pairs[:, 0], pairs[:, 1] << 4, out=out)
+    def pack(self, levels: Tensor) -> Tensor:
+        codes = (levels + 8).to(torch.uint8)
+        pairs = (F.pad(codes, (0, 1), value=8) if len(codes) % 2 else codes).view(-1, 2)
+        return pairs[:, 0] | (pairs[:, 1] << 4)
 
-    def _read(self, data: Tensor, count: int) -> Tensor:
-        return (torch.stack([data & 15, data >> 4], dim=1).view(-1)[:count].to(torch.int8)) - 8
+    def unpack(self, data: Tensor) -> Tensor:
+        return torch.stack([data & 15, data >> 4], dim=1).view(-1).to(torch.int8) - 8
 
 
 def _draws(key: int, count: int) -> Tensor:

@@ -41,12 +41,9 @@ class Packer:
     ) -> Tensor:
         """Return the payload, in `out` or in new memory. `key`: random seed, different for every step.
 
-        A single contiguous fp32 tensor without `out` is not copied: the payload is a view of it.
         Raises CodecError, with the tensor's name, if a tensor cannot be encoded; `feedback` is then unchanged.
         """
         self._check_shapes(tensors)
-        if out is None and self.codec.lossless and len(tensors) == 1 and _is_plain(tensors[0]):
-            return tensors[0].detach().view(-1).view(torch.uint8)
         if out is None:
             out = torch.empty(self.nbytes, dtype=torch.uint8)
         if out.shape != (self.nbytes,):
@@ -130,7 +127,3 @@ class Packer:
             raise ValueError(
                 f"this bucket holds shapes {list(map(tuple, self.shapes))}, not {[tuple(t.shape) for t in tensors]}"
             )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()

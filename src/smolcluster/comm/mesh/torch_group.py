@@ -17,7 +17,7 @@ from torch import Tensor
 from smolcluster.comm.group import Done, Group, PeerLost, Traffic, Work
 from smolcluster.comm.mesh.scatter_sum import Summed, scatter_sum
 from smolcluster.comm.mesh.volume import Exchange, moved
-from smolcluster.comm.notes import Notes, StoreNotes
+from smolcluster.comm.notes import Notes
 
 
 class _TorchWork:
@@ -109,7 +109,7 @@ class TorchGroup(Group):
         return part
 
     def notes(self, name: str) -> Notes | None:
-        return None if self._met_at is None else StoreNotes(*self._met_at, name=name)
+        return None if self._met_at is None else Notes(*self._met_at, name=name)
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -78,8 +78,8 @@ class ElasticRounds(Rounds, MemberSide):
         self._keys: dict[str, bytes] = {}  # of the other members, by instance
         self._group: ElasticGroup | None = None
         self._address = self._peers.listen(self._link.own_host, 0)
-        self._peers.on_lost(lambda member, reason: self._suspect(member.rank, reason))
-        self._peers.on_waiting(self._report_waiting)
+        self._peers.on_lost = lambda member, reason: self._suspect(member.rank, reason)
+        self._peers.on_waiting = self._report_waiting
         self._reported_waiting = 0.0
         self._newest = 0  # epoch of the newest view that was announced; older views are over
         self._disconnected = False  # from the coordinator: no view holds

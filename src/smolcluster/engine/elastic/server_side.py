@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smolcluster.comm.elastic.membership.received_state import server_messages
+from smolcluster.comm.elastic.membership.received_state import slice_messages
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON, printable
 from smolcluster.comm.elastic.transport.messages import Kind, Message
@@ -155,5 +155,5 @@ def send_state(member: Member, tensors: dict[str, Tensor], *, step: int, epoch: 
     """Send WELCOME and the state that it announces."""
     meta = {"state": len(tensors), **meta}
     member.link.send(Message(kind=Kind.WELCOME, step=step, epoch=epoch, meta=meta))
-    for message in server_messages(tensors, step=step, epoch=epoch):
+    for message in slice_messages(tensors, step=step, epoch=epoch):
         member.link.send(message)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.addresses import join_address, split_address
-from smolcluster.comm.elastic.collectives.operations import Destination
 from smolcluster.comm.elastic.collectives.state_transfer import IncomingState
 from smolcluster.comm.elastic.transport.api import Handler, Link, Transport
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
@@ -86,7 +85,6 @@ class StageWorker(Handler):
         self.refusal: str | None = None  # why the front refused this stage
         self._landing: dict[Link, tuple[StageBatch, float]] = {}
         self._incoming: IncomingState | None = None
-        self._slice: Destination | None = None  # the one being received
         self._wanted: tuple[int, Assignment] | None = None  # its weights come from the front
         self._secret: str | None = None  # of the front: authenticates batches
         # Used by the main thread, and by the transport's while the main thread is idle.
@@ -139,8 +137,7 @@ class StageWorker(Handler):
 
     def place(self, link: Link, head: Head) -> Tensor | None:
         if head.kind is Kind.STATE and link is self._front and self._incoming is not None:
-            self._slice = self._incoming.place(head)
-            return None if self._slice is None else self._slice.tensor
+            return self._incoming.place(head)
         if head.kind is not Kind.ROWS or self._model is None:
             return None
         try:
@@ -183,7 +180,7 @@ class StageWorker(Handler):
                 raise ValueError("LAYERS before PLAN")
             assignment = wire.read_assignment(message.meta, num_layers=self._model.config.num_layers)
             number, self._secret = message.step, assignment.secret
-            self._incoming = self._slice = self._wanted = None  # of an earlier assignment
+            self._incoming = self._wanted = None  # of an earlier assignment
             for instance, address in assignment.next:
                 self._next.dial(instance, address)
             self._enqueue(lambda: self._load_layers(number, assignment))
@@ -387,17 +384,14 @@ class StageWorker(Handler):
     # Weights from the front
 
     def _state(self, message: Message) -> None:
-        """Receive STATE, on the transport's thread: the pages of the list, then every slice."""
+        """Receive STATE, on the transport's thread: the announcement, then every slice."""
         if self._incoming is None:
             if self._wanted is None:
                 raise ValueError("STATE without a request for weights")
             limit = self._memory_bytes or free_bytes(self._device)
-            self._incoming = IncomingState(message.meta, expected=None, limit_bytes=limit)
-        elif self._slice is not None:
-            self._slice.arrived()
-            self._slice = None
-        else:
-            self._incoming.add(message.meta)
+            self._incoming = IncomingState(message.meta, limit_bytes=limit)
+        elif message.payload is None:
+            raise ValueError("a state began before the last one was complete")
         if self._incoming.complete:
             tensors, wanted = self._incoming.tensors, self._wanted
             self._incoming, self._wanted = None, None

@@ -10,13 +10,13 @@ from typing import ClassVar, Literal, TypeVar, cast
 
 from torch import Tensor, nn
 
+from smolcluster.comm.buckets import BucketSum
 from smolcluster.comm.codecs import chosen_codec
 from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.encoded_sum import EncodedSum
 from smolcluster.comm.group import synchronize_weights
 from smolcluster.comm.rounds import (
     AtServer,
-    BucketSum,
     Combination,
     Committed,
     Contribution,

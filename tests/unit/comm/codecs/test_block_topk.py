@@ -9,20 +9,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.unit.comm.codecs.payloads import encode, random_tensor
 
-from smolcluster.comm.codecs import CodecError, Feedback, Packer, make_codec
+from smolcluster.comm.codecs import Feedback, Packer, make_codec
 from smolcluster.comm.codecs.block_topk import MAX_RICE, Blocks, pack, quantized, rice, unpack, unrice
 
 SHAPES = [(), (1,), (5,), (4096,), (4097,), (33, 65), (64, 64), (64, 200), (130, 64), (4, 3, 5, 7), (100, 63)]
-
-
-def payload_of(codec, tensor, **arguments):
-    out = torch.empty(codec.nbytes(tensor.shape), dtype=torch.uint8)
-    return out[: codec.encode(tensor, out, **arguments)]
-
-
-def random_tensor(shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @given(st.lists(st.integers(0, 4095), min_size=1, max_size=200), st.integers(0, 60))
@@ -52,7 +44,7 @@ def test_codes_are_packed(bits, codes):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_cutting_is_undone(shape):
-    tensor, blocks = random_tensor(shape), Blocks.of(shape)
+    tensor, blocks = random_tensor(*shape), Blocks.of(shape)
     rows = blocks.cut(tensor)
     assert rows.shape == (blocks.count, blocks.size)
     assert torch.equal(blocks.joined(rows), tensor)
@@ -68,8 +60,8 @@ def test_a_tile_is_a_square_of_the_matrix():
 @pytest.mark.parametrize(("k", "bits"), [(1, 2), (64, 2), (500, 4), (64, 0), (4096, 1)])
 def test_the_largest_of_each_block_are_kept(shape, k, bits):
     """By brute force, one block at a time."""
-    codec, tensor = make_codec("blocktopk", k=k, bits=bits), random_tensor(shape, seed=k)
-    payload, decoded = payload_of(codec, tensor), torch.empty(shape)
+    codec, tensor = make_codec("blocktopk", k=k, bits=bits), random_tensor(*shape, seed=k)
+    payload, decoded = encode(codec, tensor), torch.empty(shape)
     assert codec.decode(payload, decoded) == len(payload) <= codec.nbytes(shape)
     blocks = Blocks.of(shape)
     kept = min(blocks.size, math.ceil(k * blocks.size / 4096))
@@ -90,8 +82,8 @@ def test_the_largest_of_each_block_are_kept(shape, k, bits):
 
 def test_bytes_are_those_of_the_docstring():
     """Whose bound is reached by places that are as far apart as can be, and kept within it by random ones."""
-    codec, tensor = make_codec("blocktopk"), random_tensor((512, 512))
-    payload, total = payload_of(codec, tensor), 64 * 64
+    codec, tensor = make_codec("blocktopk"), random_tensor(512, 512)
+    payload, total = encode(codec, tensor), 64 * 64
     rows = Blocks.of(tensor.shape).cut(tensor)
     places = rows.abs().topk(64, dim=1).indices.sort(dim=1).values.numpy()
     gaps = np.diff(places, axis=1, prepend=-1).reshape(-1) - 1
@@ -102,32 +94,12 @@ def test_bytes_are_those_of_the_docstring():
     assert codec.nbytes(tensor.shape) == 9 + total // 4 + total  # 8 bits for each place
     comb = torch.zeros(64, 4096)
     comb[:, 63::64] = 1.0
-    assert codec.nbytes((64 * 4096,)) - len(payload_of(codec, comb.view(-1))) <= 64 * 64 // 8
-
-
-@pytest.mark.parametrize("shape", [(130, 70), (5000,)])
-def test_damaged_payloads_are_refused_or_decode_to_something_finite(shape):
-    codec, tensor = make_codec("blocktopk"), random_tensor(shape)
-    payload = payload_of(codec, tensor)
-    refused = 0
-    for position in range(len(payload)):
-        for bit in range(8):
-            damaged, out = payload.clone(), torch.empty(shape)
-            damaged[position] ^= 1 << bit
-            try:
-                codec.decode(damaged, out)
-            except CodecError:
-                refused += 1
-            else:
-                assert out.isfinite().all()
-    assert refused > 0
-    with pytest.raises(CodecError):
-        Packer([("a", shape)], codec).decode(torch.cat([payload, payload[:1]]), [torch.empty(shape)])
+    assert codec.nbytes((64 * 4096,)) - len(encode(codec, comb.view(-1))) <= 64 * 64 // 8
 
 
 def test_feedback_decays():
     codec, feedback = make_codec("blocktopk", k=64, bits=0), Feedback(decay=0.5)
-    packer, gradient = Packer([("a", (4096,))], codec), random_tensor((4096,))
+    packer, gradient = Packer([("a", (4096,))], codec), random_tensor(4096)
     packer.encode([gradient], key=0, feedback=feedback)
     left = feedback.memories["a"].residual.clone()
     payload, decoded = packer.encode([gradient], key=1, feedback=feedback), torch.empty(4096)

@@ -1,20 +1,20 @@
-"""Sums of encoded gradients, of members that come and go: in one process, without sockets."""
+"""`EncodedSum` with changing members: in one process, without sockets."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from tests.unit.comm.ranks import at_once
 from torch import Tensor, nn
 
 from smolcluster.comm import contributions
-from smolcluster.comm.codecs import CODECS, CodecError, Packer, make_codec
-from smolcluster.comm.contributions import HEAD, MessageLayout
+from smolcluster.comm.codecs import CODECS, make_codec
+from smolcluster.comm.contributions import HEAD
 from smolcluster.comm.encoded_sum import EncodedSum, shares
 from smolcluster.comm.group import Group, PeerLost, Work
 from smolcluster.comm.memory_group import MemoryGroup, MemoryHub
@@ -83,12 +83,6 @@ class Member:
         return {n: p.grad.clone() for n, p in self.parameters.items() if p.grad is not None}
 
 
-def each(members: Sequence[Member], work: Callable[[Member], Any]) -> list[Any]:
-    """At once, as they wait for each other."""
-    with ThreadPoolExecutor(len(members)) as pool:
-        return list(pool.map(work, members))
-
-
 def world(size: int, codec: str, *, slots: int = 1) -> list[Member]:
     members = [Member(codec, slots=slots) for _ in range(size)]
     regroup(members, step=0)
@@ -110,14 +104,14 @@ def same(first: Gradients, second: Gradients) -> bool:
 
 
 def round_of(members: Sequence[Member], step: int, gradients: Sequence[Gradients]) -> dict[str, Tensor]:
-    """Everybody contributes; returns the mean, which is the same on all of them."""
+    """Contribute on all members; return the mean, which must be the same on all."""
     for member, mine in zip(members, gradients, strict=True):
         member.contribute(step, mine)
     return taken(members, step, weight=len(members))
 
 
 def taken(members: Sequence[Member], step: int, *, weight: float) -> dict[str, Tensor]:
-    first, *others = each(members, lambda member: member.take(step, weight=weight))
+    first, *others = at_once(members, lambda member: member.take(step, weight=weight))
     assert all(same(first, other) for other in others), "replicas differ"
     return dict(first)
 
@@ -146,8 +140,8 @@ def test_without_loss_it_is_the_weighted_mean(size: int) -> None:
         member.combination.wait(0)
         return member.combination.norms(0)
 
-    told = each(members, norms)
-    for mean in each(members, lambda member: member.take(1, weight=total)):
+    told = at_once(members, norms)
+    for mean in at_once(members, lambda member: member.take(1, weight=total)):
         for name in SHAPES:
             expected = sum((rank + 1) * g[name] for rank, g in enumerate(gradients)) / total
             torch.testing.assert_close(mean[name], expected)
@@ -159,7 +153,7 @@ def test_without_loss_it_is_the_weighted_mean(size: int) -> None:
 
 @SEVERAL_BUCKETS
 @pytest.mark.parametrize("name", ["fp16", "int8", "topk"])
-def test_what_nobody_used_has_no_gradient(name: str) -> None:
+def test_a_tensor_that_no_member_used_has_no_gradient(name: str) -> None:
     members = world(2, name)
     first, second = random_gradients(1), random_gradients(2)
     del first["table"], second["table"], second["bias"]
@@ -218,7 +212,7 @@ def test_what_was_left_out_of_a_refused_gradient_does_not_come_later(name: str) 
     for rank, member in enumerate(refused):
         spoiled = {n: g * (1000.0 if rank == 1 else 1.0) for n, g in gradients[2][rank].items()}
         member.contribute(2, spoiled)
-    each(refused, lambda member: member.combination.wait(0))
+    at_once(refused, lambda member: member.combination.wait(0))
     regroup(refused, step=1, epoch=2)
     for rank, member in enumerate(refused):
         member.again(2, zero=rank == 1)
@@ -250,7 +244,7 @@ def test_a_part_that_came_too_late_leaves_no_trace(name: str) -> None:
 
 @SEVERAL_BUCKETS
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
-def test_what_cannot_be_encoded_is_reported_and_nobody_waits(value: float) -> None:
+def test_a_gradient_that_cannot_be_encoded_is_reported(value: float) -> None:
     members, gradients = world(2, "fp16"), [random_gradients(0), random_gradients(1)]
     for rank, member in enumerate(members):
         mine = dict(gradients[rank])
@@ -262,7 +256,7 @@ def test_what_cannot_be_encoded_is_reported_and_nobody_waits(value: float) -> No
         member.combination.wait(0)
         return member.combination.norms(0)
 
-    (mine, held), (spoiled, also_held) = each(members, norms)
+    (mine, held), (spoiled, also_held) = at_once(members, norms)
     assert math.isnan(spoiled)
     assert math.isfinite(mine)
     assert held == also_held > 0
@@ -353,7 +347,7 @@ def test_a_part_that_breaks_half_way_leaves_no_trace(name: str) -> None:
             member.parameters[key].grad = {**gradients[2][rank], **bad}[key].clone()
             member.combination._parts._on_gradient(list(SHAPES).index(key), member.parameters[key])
         member.combination.finish(0)
-    each(broken, lambda member: member.combination.wait(0))
+    at_once(broken, lambda member: member.combination.wait(0))
     assert math.isnan(broken[1].combination.norms(0)[0])
     regroup(broken, step=1, epoch=2)
     for rank, member in enumerate(broken):
@@ -378,7 +372,7 @@ def test_several_rounds_in_flight_stay_exact_through_a_new_view(name: str) -> No
                 member.contribute(step, gradients[step][rank])
         taken(pair, 1, weight=2)
         if number == 1:
-            each(pair, lambda member: member.combination.wait(2))
+            at_once(pair, lambda member: member.combination.wait(2))
             regroup(pair, step=1, epoch=2)
             for step in (2, 3):
                 for member in pair:
@@ -434,7 +428,7 @@ class BadBody(Garbling):
 
 
 class Blaming(Garbling):
-    """Says that the part of a member that does not exist could not be read."""
+    """Reports an unreadable contribution of a member that does not exist."""
 
     def spoiled(self, tensor: Tensor) -> Tensor:
         bad = tensor.clone()
@@ -444,7 +438,7 @@ class Blaming(Garbling):
 
 @pytest.mark.parametrize(("kind", "phase"), [(Garbling, 0), (Garbling, 1), (BadBody, 0), (BadBody, 1), (Blaming, 1)])
 def test_all_others_name_the_member_whose_bytes_cannot_be_read(kind: type[Garbling], phase: int) -> None:
-    """One witness would be its word against another's."""
+    """All others report it, so that one report alone need not be believed."""
     hub, members = MemoryHub(3), [Member("int8") for _ in range(3)]
     for rank, member in enumerate(members):
         group = (kind if rank == 2 else MemoryGroup)(hub, rank)
@@ -460,27 +454,7 @@ def test_all_others_name_the_member_whose_bytes_cannot_be_read(kind: type[Garbli
             return fault.place
         return -1
 
-    assert each(members, blamed)[:2] == [2, 2]
-
-
-@pytest.mark.parametrize("name", list(CODECS))
-def test_any_bytes_are_read_or_refused(name: str) -> None:
-    codec = make_codec(name, **LOSSY.get(name, {}))
-    layout = MessageLayout([Packer([(n, shape)], codec) for n, shape in SHAPES.items()], range(len(SHAPES)))
-    generator = torch.Generator().manual_seed(1)
-    refused = 0
-    for number in range(100):
-        data = torch.randint(0, 256, (layout.nbytes,), dtype=torch.uint8, generator=generator)
-        if number % 2:  # a sound head
-            head = HEAD.size + len(SHAPES)
-            data[:head] = layout.write(3.0, dict.fromkeys(range(len(SHAPES))))[:head]
-        try:
-            layout.read(data)
-            for index in range(len(SHAPES)):
-                layout.decode(data, index)
-        except CodecError:
-            refused += 1
-    assert refused >= 50
+    assert at_once(members, blamed)[:2] == [2, 2]
 
 
 # What it costs
@@ -586,7 +560,7 @@ def test_one_that_follows_gets_the_same_bits(name: str, size: int) -> None:
         used = {n: g for n, g in random_gradients(step).items() if n != "bias"}
         for member in members:
             member.contribute(step, used)
-        each(members, lambda member, slot=step % 2: member.combination.wait(slot))  # type: ignore[misc]
+        at_once(members, lambda member, slot=step % 2: member.combination.wait(slot))  # type: ignore[misc]
         shares: dict[int, Tensor] = {}
         for member in members:
             shares |= {n: share.clone() for n, share in member.combination.shares(step % 2).items()}

@@ -131,6 +131,7 @@ def check_alike(codec: Codec, encoding: FlatEncoding, data: Tensor) -> bool:
             decoded(encoding, data)
     else:
         assert all(map(torch.equal, decoded(encoding, data), outs))
+        assert all(out.isfinite().all() for out in outs)
     assert torch.equal(data, before)
     return refused
 

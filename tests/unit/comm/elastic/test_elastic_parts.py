@@ -1,4 +1,4 @@
-"""The pure parts of the elastic plane: sharing out work and parameters, judging gradients, packing them."""
+"""Pure parts of the elastic plane: shares of work, the gradient gate, owners of parameters, packed tensors, the mailbox."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_every_parameter_has_one_owner_and_loads_are_even(sizes: list[int], memb
 
 
 @given(st.integers(1, 9))
-def test_buddies_and_wards_are_inverse(members: int) -> None:
+def test_backup_and_backed_up_owner_are_inverse(members: int) -> None:
     for place in range(members):
         assert backed_up_by(backup_of(place, members), members) == place
         assert members == 1 or backup_of(place, members) != place
@@ -176,7 +176,7 @@ def test_one_loss_leaves_a_provider_for_everything(members: int, lost: int) -> N
     assert all(holder in established for holder in providers(established))
 
 
-def test_a_member_and_its_buddy_are_too_much_to_lose() -> None:
+def test_losing_a_member_and_its_backup_is_an_error() -> None:
     assert providers(["a", None, "c", "d"]) == ["a", "c", "c", "d"]
     with pytest.raises(LookupError, match="member 1 and its backup are gone"):
         providers(["a", None, None, "d"])
@@ -187,7 +187,7 @@ def test_a_member_and_its_buddy_are_too_much_to_lose() -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 10**6])
 @pytest.mark.parametrize("codec", ["fp32", "int8", "topk", "powersgd", "blocktopk"])
-def test_parcels_come_back(codec: str, bucket_bytes: int) -> None:
+def test_packed_tensors_come_back(codec: str, bucket_bytes: int) -> None:
     layout = [("a", (8, 4)), ("b", (3,)), ("c", ()), ("d", (5, 5))]
     tensors = {name: torch.randn(shape) for name, shape in layout}
     packed = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=bucket_bytes)

@@ -73,14 +73,14 @@ class Exchange:
         *,
         timeout_s: float,
         need: Callable[[int], None],
-        on_waiting: Callable[[], None] | None = None,
+        on_waiting: Callable[[], None],
     ) -> None:
         """`need`: called with the view index of each member that an operation needs a link to.
 
         `on_waiting`: called every `WAITING_S` by a thread that waits for an operation.
         """
         self.links, self.view, self.timeout_s, self._need = links, view, timeout_s, need
-        self.on_waiting = on_waiting or nothing
+        self.on_waiting = on_waiting
         self.error: Exception | None = None
         self.moved_at = time.monotonic()  # when a chunk was last sent or received
         self._lock = threading.Lock()
@@ -282,11 +282,10 @@ class Operation:
         self._check_finished()
 
     def place(self, source: int, head: Head) -> Destination | None:
-        found = self._find(source, head.channel, head.shape[0], head.dtype)
+        found = self._claim(source, head.channel, head.shape[0], head.dtype)
         if found is None:
             return None
         piece, at = found
-        self._taken.add((piece.number, at))
         if at != piece.at:
             tensor = torch.empty(head.shape, dtype=self._flat.dtype)
             return Destination(tensor, lambda: self._came_early(piece, at, tensor))
@@ -300,16 +299,14 @@ class Operation:
 
     def take_early(self, source: int, channel: int, tensor: Tensor) -> bool:
         """Take a chunk that was kept until this operation started. Returns False if it is invalid."""
-        found = self._find(source, channel, tensor.numel(), str(tensor.dtype).removeprefix("torch."))
+        found = self._claim(source, channel, tensor.numel(), str(tensor.dtype).removeprefix("torch."))
         if found is None:
             return False
-        piece, at = found
-        self._taken.add((piece.number, at))
-        self._came_early(piece, at, tensor)
+        self._came_early(*found, tensor)
         return True
 
-    def _find(self, source: int, channel: int, elements: int, dtype: str) -> tuple[_Piece, int] | None:
-        """Return the outstanding receive that this chunk is for, if its size and dtype match."""
+    def _claim(self, source: int, channel: int, elements: int, dtype: str) -> tuple[_Piece, int] | None:
+        """Return the outstanding receive that this chunk is for, if its size and dtype match. Nothing else may take it."""
         number, verb = channel >> 1, Verb.COPY if channel & 1 else Verb.ADD
         if number >= len(self._pieces):
             return None
@@ -319,7 +316,10 @@ class Operation:
         for at in range(piece.at, len(piece.acts)):
             act = piece.acts[at]
             if act.verb is verb and act.peer == source:
-                return None if (number, at) in self._taken else (piece, at)
+                if (number, at) in self._taken:
+                    return None
+                self._taken.add((number, at))
+                return piece, at
         return None
 
     def _copied(self, piece: _Piece) -> None:

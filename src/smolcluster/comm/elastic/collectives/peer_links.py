@@ -36,7 +36,6 @@ class _Waiting:
     number: int
     message: Message = field(compare=False)
     left: Callable[[], None] = field(compare=False)
-    lost: Callable[[], None] = field(compare=False)
 
 
 class _MemberQueue:
@@ -64,13 +63,10 @@ class _MemberQueue:
         nbytes = 0 if payload is None else payload.nbytes
         is_chunk = item.message.kind is Kind.CHUNK
 
-        def sent(whole: bool) -> None:
+        def sent(_: bool) -> None:
             self._queued_bytes -= nbytes
             self.leaving_chunks -= is_chunk
-            if whole:
-                item.left()
-            else:
-                item.lost()
+            item.left()
             self.pump()
             if self.leaving_chunks == 0:
                 self._chunks_left()
@@ -137,34 +133,23 @@ class PeerLinks:
             return
         waiting, queue.waiting = queue.waiting, []
         for item in waiting:
-            item.lost()
+            item.left()
         for link in list(queue.links):
             link.close(reason)
 
     # Sending
 
-    def send(
-        self,
-        member: ViewMember,
-        message: Message,
-        *,
-        order: int,
-        left: Callable[[], None],
-        lost: Callable[[], None] | None = None,
-    ) -> None:
+    def send(self, member: ViewMember, message: Message, *, order: int, left: Callable[[], None] = nothing) -> None:
         """Send a message when there is a link with room, lowest `order` first.
 
-        When its memory may be reused `left` is called, or `lost` if the link ended first (default: `left`).
+        `left` is called when its memory may be reused: it was sent, or the link ended first.
         """
         payload = message.payload
         small = payload is not None and payload.nbytes <= SMALL_BYTES
         if payload is not None and small:
             message.payload = payload.clone()
-            item = _Waiting(order, next(self._numbers), message, nothing, nothing)
-        else:
-            item = _Waiting(order, next(self._numbers), message, left, left if lost is None else lost)
         queue = self._queue(member.instance)
-        heapq.heappush(queue.waiting, item)
+        heapq.heappush(queue.waiting, _Waiting(order, next(self._numbers), message, nothing if small else left))
         queue.pump()
         if small:
             left()

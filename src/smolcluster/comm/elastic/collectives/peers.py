@@ -28,11 +28,11 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.collectives.group import ElasticGroup
 from smolcluster.comm.elastic.collectives.operations import Destination, Exchange, keep, key_of
-from smolcluster.comm.elastic.collectives.peer_links import PeerLinks
-from smolcluster.comm.elastic.collectives.state_transfer import IncomingState, StateLayout, Transfer, state_messages
+from smolcluster.comm.elastic.collectives.peer_links import PeerLinks, nothing
+from smolcluster.comm.elastic.collectives.state_transfer import IncomingState, state_messages
 from smolcluster.comm.elastic.membership.proofs import is_proven, proof
 from smolcluster.comm.elastic.transport.api import LEFT, Dialer, Head, Kind, Link, Message, Transport
-from smolcluster.comm.group import PeerLost, Work
+from smolcluster.comm.group import PeerLost
 from smolcluster.comm.view import View, ViewChanged, ViewMember
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,9 @@ class Peers:
         self._transport = transport
         self._timeout_s, self._connect_s, self._limit_bytes = timeout_s, connect_s, limit_bytes
         self._links = PeerLinks(transport, limit_bytes=limit_bytes, chunks_left=self._settle)
-        self._on_lost: Callable[[ViewMember, str], None] | None = None
-        self._on_waiting: Callable[[], None] | None = None
+        # Called when a member of the view cannot be reached, with the reason. Must not block.
+        self.on_lost: Callable[[ViewMember, str], None] = lambda *_: None
+        self.on_waiting = nothing  # called regularly on a thread while it waits for an operation
         self._exchange: Exchange | None = None
         self._index: dict[str, int] = {}  # instance -> place in the view
         self._needed: set[int] = set()  # view indices of members that need a link
@@ -90,21 +91,12 @@ class Peers:
         self._destinations: dict[Link, Destination] = {}
         self._ahead: list[tuple[Link, Head, Tensor]] = []  # chunks of later views
         self._settling: _Settling | None = None
-        self._expected: StateLayout | None = None
         self._incoming: dict[Link, IncomingState] = {}
         self._states: queue.SimpleQueue[IncomingState | PeerLost] = queue.SimpleQueue()
 
     def listen(self, host: str, port: int) -> str:
         """Accept other workers. Returns `host:port`."""
         return self._transport.listen(host, port, self)
-
-    def on_lost(self, callback: Callable[[ViewMember, str], None]) -> None:
-        """Call `callback(member, reason)` when a member of the view cannot be reached. It must not block."""
-        self._on_lost = callback
-
-    def on_waiting(self, callback: Callable[[], None]) -> None:
-        """Call this regularly on a thread while it waits for an operation."""
-        self._on_waiting = callback
 
     def form(self, view: View, keys: Mapping[str, bytes] | None = None) -> ElasticGroup:
         """Return the group of this view and abort the last one. Does not wait for links: operations do.
@@ -118,7 +110,7 @@ class Peers:
             if view.epoch <= self._exchange.view.epoch:
                 raise ValueError(f"view {view.epoch} is not newer than view {self._exchange.view.epoch}")
             self._exchange.abort(ViewChanged(f"the members have changed: view {view.epoch} has {len(view.members)}"))
-        exchange = Exchange(self._links, view, timeout_s=self._timeout_s, need=self._need, on_waiting=self._on_waiting)
+        exchange = Exchange(self._links, view, timeout_s=self._timeout_s, need=self._need, on_waiting=self.on_waiting)
         settled = threading.Event()
         known = dict(keys or {})  # a copy: keys that the caller adds later are for the next view
         self._links.soon(lambda: self._switch(exchange, known, settled))
@@ -136,27 +128,21 @@ class Peers:
 
     # State
 
-    def send_state(self, member: ViewMember, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Work:
+    def send_state(self, member: ViewMember, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Send weights and optimizer state to a member, dialling it if necessary. Operations have priority.
 
-        The tensors must not change until the work is done.
+        The tensors must not change any more.
         """
         messages = state_messages(tensors, meta)
-        transfer = Transfer(member, len(messages), timeout_s=self._timeout_s)
 
         def start() -> None:
             if member.instance in self._index:
                 self._need(self._index[member.instance])
             self._dial(member)
             for message in messages:
-                self._links.send(member, message, order=STATE_ORDER, left=transfer.left, lost=transfer.lost)
+                self._links.send(member, message, order=STATE_ORDER)
 
         self._links.soon(start)
-        return transfer
-
-    def expect_state(self, layout: StateLayout) -> None:
-        """Accept only a state of exactly these tensors from now on. By default any of at most `limit_bytes` is accepted."""
-        self._expected = dict(layout)
 
     def receive_state(self, timeout_s: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return meta and tensors of the next complete state. Raises PeerLost if its link was lost, or after the timeout."""
@@ -185,7 +171,7 @@ class Peers:
         if head.kind is Kind.CHUNK:
             destination = self._place_chunk(link, head)
         elif head.kind is Kind.STATE and link in self._incoming:
-            destination = self._incoming[link].place(head)
+            destination = Destination(self._incoming[link].place(head))
         if destination is None:
             log.warning("refused %s of step %d from %s", head.kind.name, head.step, link.peer.name)
             return None
@@ -430,19 +416,17 @@ class Peers:
 
     def _lost(self, member: ViewMember, reason: str) -> None:
         log.log(logging.INFO if reason == LEFT else logging.WARNING, "cannot reach %s: %s", member.name, reason)
-        if self._on_lost is not None:
-            self._on_lost(member, reason)
+        self.on_lost(member, reason)
 
     # Receiving a state
 
     def _announced(self, link: Link, meta: Mapping[str, Any]) -> None:
         try:
             if link in self._incoming:
-                self._incoming[link].add(meta)
-                return
+                raise ValueError("a state began before the last one was complete")
             if self._states.qsize() >= MAX_STATES:
                 raise ValueError(f"more than {MAX_STATES} states that were not read")
-            state = IncomingState(meta, expected=self._expected, limit_bytes=self._limit_bytes)
+            state = IncomingState(meta, limit_bytes=self._limit_bytes)
         except ValueError as error:
             if self._states.qsize() < MAX_STATES:
                 self._states.put(PeerLost(f"{link.peer.name} sent an invalid state: {error}"))

@@ -84,12 +84,15 @@ class Mailbox:
             self._expected[kind] = list(payloads)
 
     def allow(self, kind: Kind, *, most_bytes: int) -> None:
-        """Accept messages of this kind with any payload up to `most_bytes`; the reader validates it."""
+        """Accept messages of this kind with any payload up to `most_bytes`, or more if more was allowed before.
+
+        The reader validates it.
+        """
         with self._lock:
-            self._allowed[kind] = most_bytes
+            self._allowed[kind] = max(most_bytes, self.most_of(kind))
 
     def most_of(self, kind: Kind) -> int:
-        """Return the `most_bytes` that `allow` set for this kind, else 0."""
+        """Return the bytes that `allow` permits for this kind, else 0."""
         return self._allowed.get(kind, 0)
 
     def at_once(self, kind: Kind | None, callback: Callable[[int], None]) -> None:

@@ -135,7 +135,6 @@ class Roster:
         self.on_speed: Callable[[float], None] = lambda _: None  # receives the Mbit/s, and may change the plan
         self._mailbox, self._admit = mailbox, admit
         self.expect, self.allow, self.release = mailbox.expect, mailbox.allow, mailbox.release
-        self.most_of = mailbox.most_of
         self._on_event, self._on_change = on_event, on_change
         self._links: set[Link] = set()
         self._answered: set[Link] = set()  # have asked for the plan
@@ -293,13 +292,9 @@ class Roster:
 
     def step_aside(self, member: Member, reason: str) -> None:
         """Make a member a newcomer, with its link. `get` returns the loss."""
-        del self.members[member.rank]
         member.returning = True
         self.newcomers.append(member)
-        self._mailbox.num_senders = len(self.members)
-        self.epoch += 1
-        self._news.append(MemberGone(member, reason))
-        self._on_change("paused", member, reason)
+        self._drop(member, reason, what="paused")
 
     def evict(self, member: Member, reason: str) -> None:
         """Remove a member, which may join again. `get` returns the loss."""
@@ -313,15 +308,19 @@ class Roster:
             self.newcomers = [m for m in self.newcomers if m is not member]
             self._forget_paused(lambda m: m is member, reason)
             return
-        del self.members[member.rank]
-        self._mailbox.num_senders = len(self.members)
-        self.epoch += 1
         if member.report:  # it left properly
             self._reports[member.rank] = member.report
             log.info("%s has left", member.name)
         else:
             self.lost += 1
             log.warning("%s is gone: %s", member.name, reason)
+        self._drop(member, reason, what=what)
+
+    def _drop(self, member: Member, reason: str, *, what: str) -> None:
+        """Take a member off the list. `get` returns the loss."""
+        del self.members[member.rank]
+        self._mailbox.num_senders = len(self.members)
+        self.epoch += 1
         self._news.append(MemberGone(member, reason))
         self._on_change(what, member, reason)
 
@@ -343,15 +342,11 @@ class Roster:
             self.newcomers.append(member)
         silent = [m for m in self.members.values() if m.link.stalled and m.link.silent_s > self.patience_s]
         for member in silent if len(silent) < len(self.members) else ():
-            del self.members[member.rank]
             member.returning = True
             self.paused.append(member)
-            self._mailbox.num_senders = len(self.members)
-            self.epoch += 1
             reason = f"silent for {member.link.silent_s:.1f} s"
             log.warning("%s is paused: %s", member.name, reason)
-            self._news.append(MemberGone(member, reason))
-            self._on_change("paused", member, reason)
+            self._drop(member, reason, what="paused")
 
     def _forget_paused(self, is_meant: Callable[[Member], bool], reason: str) -> None:
         for member in filter(is_meant, list(self.paused)):

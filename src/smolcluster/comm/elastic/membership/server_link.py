@@ -187,9 +187,11 @@ class ServerLink:
             if opened is not None:
                 return opened
 
-    def state(self, count: int) -> dict[str, Tensor] | None:
+    def state(self, count: object) -> dict[str, Tensor] | None:
         """Receive the tensors that a WELCOME announced. None if the link was lost meanwhile: the next is a WELCOME."""
-        state = ReceivedState(count, most_bytes=self._mailbox.most_of(Kind.STATE))
+        if type(count) is not int or count < 0:
+            raise PeerLost(f"the server at {self.address} sent a WELCOME without the number of tensors of its state")
+        state = ReceivedState(count, limit_bytes=count * self._mailbox.most_of(Kind.STATE))
         while not state.complete:
             message = self.get()
             assert message is not None

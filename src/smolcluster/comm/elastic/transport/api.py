@@ -10,15 +10,15 @@ block. `Link.send` may be called from any thread.
                                                    Handler.received(link, message)
       Handler.unlinked(link, reason)  <-- end -->  Handler.unlinked(link, reason)
 
-`tcp.TcpTransport` implements it with asyncio, and TLS 1.3 when there is a token. `tools/memory_transport.py` implements it
-inside one process, for tests. torch is imported with the first payload.
+`tcp.TcpTransport` implements it with asyncio, and TLS 1.3 when there is a token; `tools/memory_transport.py` inside one
+process, for the fuzzer. torch is imported with the first payload.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message, Peer
 from smolcluster.comm.work import Traffic, Work
@@ -113,8 +113,8 @@ class Transport(ABC):
         """Connect to `host:port`; retries until the peer answers or the dialer is closed."""
 
     @abstractmethod
-    def call_later(self, delay_s: float, callback: Any) -> Any:
-        """Run `callback()` on the transport's thread. Returns an object with `cancel()`. From any thread."""
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
+        """Run `callback()` on the transport's thread. From any thread."""
 
     @abstractmethod
     def close(self) -> None:

@@ -29,7 +29,7 @@ from smolcluster.comm.elastic.transport.frames import Frame, FrameError
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON, Handshake, Refusal, printable
 from smolcluster.comm.elastic.transport.parser import Parser
 from smolcluster.comm.elastic.transport.pending_connections import Candidate, PendingConnections
-from smolcluster.comm.elastic.transport.security import Credentials, Keyring, TokenRefused, open_credentials
+from smolcluster.comm.elastic.transport.security import Credentials, Keyring, NoToken, TokenRefused
 from smolcluster.comm.elastic.transport.send_queue import PendingSend, SendQueue
 from smolcluster.comm.elastic.transport.sockets import set_options, unanswered_s, wake_at
 from smolcluster.comm.work import Done, Traffic, Work
@@ -44,7 +44,6 @@ TURN_BYTES = 1 << 22  # written by one link before other links have their turn
 class LinkLimits:
     """Sizes, rates and timeouts of links."""
 
-    meta_bytes: int = frames.META_BYTES
     payload_bytes: int = frames.PAYLOAD_BYTES  # of one message
     queued_bytes: int = 1 << 33  # of one link, or `SETS_WAITING` sets; references to the sender's tensors, not copies
     messages_per_s: int = 50_000
@@ -101,7 +100,6 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
             place=lambda head: handler.place(self, head),
             run=lambda: owner.run,
             cluster=None,
-            meta_bytes=owner.limits.meta_bytes,
             payload_bytes=owner.limits.payload_bytes,
             checked=not self._encrypted,
         )
@@ -206,7 +204,6 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
             cluster=self._parser.cluster or frames.NO_CLUSTER,
             run=self._owner.run,
             checked=not self._encrypted,
-            meta_bytes=self._owner.limits.meta_bytes,
         )
 
     def _pump(self) -> None:
@@ -393,7 +390,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         if not self._dialing:
             return Handshake(me, find=self._find_open if keyring is None else keyring.find)
         if keyring is None:
-            credentials = open_credentials(self._owner.secret)
+            credentials: Credentials = NoToken(self._owner.secret)
         else:
             credentials = keyring.check_certificate(
                 transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
@@ -402,7 +399,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         return Handshake(me, credentials=credentials)
 
     def _find_open(self, cluster: bytes) -> Credentials | None:
-        return open_credentials(self._owner.secret) if cluster == frames.NO_CLUSTER else None
+        return NoToken(self._owner.secret) if cluster == frames.NO_CLUSTER else None
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._owner.waste if self._leaving or self.over.done() else self._parser.buffer()

@@ -45,14 +45,11 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from zlib import crc32
 
 from smolcluster.comm.elastic.transport.messages import ITEM_BYTES, Kind, Message
 from smolcluster.errors import SmolclusterError
-
-if TYPE_CHECKING:
-    pass
 
 VERSION = 1
 MAGIC = b"SMOL"

@@ -38,7 +38,7 @@ class Kind(enum.IntEnum):
     PLAN = 17  # server: the configuration, the run's id
     JOIN = 18  # worker: ready to train; layout of the model, batch size
     WELCOME = 19  # server: admitted from this step on; the number of STATE messages that follow, the lease
-    STATE = 20  # one tensor of weights or optimizer state; channel is its index in the list announced before
+    STATE = 20  # a slice of weights or optimizer state (payload), or the number of tensors that follow; channel counts slices
     VIEW = 21  # coordinator: the new members and their addresses; heartbeat roster: the reports of all members
     EVENT = 22  # worker: a record for the run directory
     STOP = 23  # server: the run is over

@@ -76,7 +76,6 @@ class Parser:
         place: Callable[[Head], Tensor | None],
         run: Callable[[], bytes] = lambda: NO_RUN,
         cluster: bytes | None = NO_CLUSTER,
-        meta_bytes: int = META_BYTES,
         payload_bytes: int = PAYLOAD_BYTES,
         checked: bool = True,
     ) -> None:
@@ -84,7 +83,7 @@ class Parser:
         self.cluster = cluster
         self.authenticated = False  # until then only handshake messages are accepted
         self._place, self._run = place, run
-        self._meta_bytes, self._payload_bytes, self._checked = meta_bytes, payload_bytes, checked
+        self._payload_bytes, self._checked = payload_bytes, checked
         self._staging: memoryview | None = None  # allocated with the first read: idle connections never get there
         self._start = self._end = 0  # received and not yet parsed
         self._target: memoryview | None = None
@@ -191,7 +190,7 @@ class Parser:
         if self.authenticated and NO_RUN not in (run, ours := self._run()) and run != ours:
             raise Unexpected(f"{name} of run {run.hex()}; this is run {ours.hex()}")
 
-        most = self._meta_bytes if self.authenticated else HANDSHAKE_META_BYTES
+        most = META_BYTES if self.authenticated else HANDSHAKE_META_BYTES
         if meta_bytes > most:
             raise TooLarge(f"{name} with {meta_bytes} bytes of meta; at most {most} are allowed")
         if codec >= len(CODECS):

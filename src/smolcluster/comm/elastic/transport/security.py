@@ -181,7 +181,7 @@ class Credentials:
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def client_context(self) -> ssl.SSLContext:
-        """For dialers; goes with `server_hostname=server_name`."""
+        """For dialers; goes with `server_hostname=server_name`. Verification fails for a peer that has only other tokens."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
@@ -223,7 +223,10 @@ class Credentials:
 
 
 class NoToken(Credentials):
-    """Credentials without a token: the same handshake, with `secret` as its key. An empty one authenticates nobody."""
+    """Credentials without a token: the same handshake, with `secret` as its key.
+
+    An empty secret authenticates nobody: then `check_bind` restricts the transport to loopback.
+    """
 
     cluster = bytes(CLUSTER_ID_BYTES)
     certificate = b""
@@ -280,17 +283,6 @@ class Keyring:
         unknown.sni_callback = choose
         return unknown
 
-    @property
-    def server_name(self) -> str:
-        return self.current.server_name
-
-    def client_context(self) -> ssl.SSLContext:
-        """For dialers with the current token.
-
-        Verification fails for a peer that has only an older one: then try the other `credentials` in turn.
-        """
-        return self.current.client_context()
-
     def check_certificate(self, der: bytes | None) -> Credentials:
         """Return the credentials that this certificate belongs to. Raises TokenRefused if there are none."""
         for known in self.credentials:
@@ -298,11 +290,6 @@ class Keyring:
                 return known
         seen = f"fingerprint {hashlib.sha256(der).hexdigest()[:16]}..." if der else "none"
         raise TokenRefused(f"the peer's certificate ({seen}) belongs to none of our tokens; known: {self!r}")
-
-
-def open_credentials(secret: bytes = b"") -> Credentials:
-    """For a transport without a keyring. Without a `secret` too, `check_bind` restricts it to loopback."""
-    return NoToken(secret)
 
 
 # Permanent failures. Others, such as a corrupted record, may not happen at the next attempt.

@@ -44,20 +44,6 @@ LOG_EVERY_S = 10.0
 LONGEST_LINGER_S = 10.0
 
 
-class _Timer:
-    """A callback that any thread may cancel until it runs."""
-
-    def __init__(self, callback: Callable[[], object]) -> None:
-        self._callback: Callable[[], object] | None = callback
-
-    def cancel(self) -> None:
-        self._callback = None
-
-    def run(self) -> None:
-        if (callback := self._callback) is not None:
-            callback()
-
-
 class TcpDialer(Dialer):
     def __init__(self, owner: TcpTransport, address: str, handler: Handler) -> None:
         self._owner, self._handler, self.address = owner, handler, address
@@ -202,13 +188,11 @@ class TcpTransport(Transport):
         self.post(dialer.start)
         return dialer
 
-    def call_later(self, delay_s: float, callback: Callable[[], object]) -> _Timer:
-        timer = _Timer(callback)
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
         if delay_s > 0:
-            self.post(self.loop.call_later, delay_s, timer.run)
+            self.post(self.loop.call_later, delay_s, callback)
         else:
-            self.post(timer.run)
-        return timer
+            self.post(callback)
 
     def close(self) -> None:
         self.post(self._stop.set)

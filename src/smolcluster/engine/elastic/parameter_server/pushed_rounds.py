@@ -96,7 +96,7 @@ class PushedRounds(ServerRounds, MemberSide):
     def own_state(self) -> dict[str, Tensor]:
         if self._feedback is None:
             return {}
-        own = self._feedback.state_dict(committed=True)
+        own = self._feedback.state_dict()
         return {f"{self._packed.codec.name}/{name}": tensor for name, tensor in own.items()}
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:

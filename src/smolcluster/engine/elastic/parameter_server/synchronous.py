@@ -55,7 +55,7 @@ class SynchronousServer(ParameterServer):
         """Return the error feedback of the averages: what the codec has left out so far."""
         if self._average_feedback is None:
             return {}
-        own = self._average_feedback.state_dict(committed=True)
+        own = self._average_feedback.state_dict()
         return {f"{self._codec_prefix}{name}": tensor for name, tensor in own.items()}
 
     def load_shared(self, tensors: Mapping[str, Tensor]) -> None:

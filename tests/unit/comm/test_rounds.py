@@ -1,18 +1,18 @@
-"""Rounds of members that stay: what is applied when, and with which weights. `tests/equivalence` has them over sockets."""
+"""Rounds of a fixed membership: weights, and when results are applied. `tests/equivalence` runs them over sockets."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.unit.comm.ranks import in_memory
 from torch import nn
 
+from smolcluster.comm.buckets import BucketSum
 from smolcluster.comm.group import Group
 from smolcluster.comm.memory_group import MemoryGroup
-from smolcluster.comm.rounds import BucketSum, Committed, MeshRounds
+from smolcluster.comm.rounds import Committed, MeshRounds
 from smolcluster.comm.view import View
 from smolcluster.strategies.registry import find_strategy
 
@@ -52,18 +52,13 @@ class Rank:
         return mine.loss_factor
 
 
-def on_all(size: int, work: Callable[[Group], Rank]) -> list[Rank]:
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(work, MemoryGroup.world(size)))
-
-
 def test_gradients_are_weighted_by_samples() -> None:
     def work(group: Group) -> Rank:
         rank = Rank(group, samples=[1, 3])
         rank.step(1, 4.0 if group.rank == 0 else 8.0)
         return rank
 
-    assert [rank.applied for rank in on_all(2, work)] == [[(1, [7.0, 7.0])]] * 2  # (1 * 4 + 3 * 8) / 4
+    assert [rank.applied for rank in in_memory(2, work)] == [[(1, [7.0, 7.0])]] * 2  # (1 * 4 + 3 * 8) / 4
 
 
 def test_gradients_are_weighted_by_targets_where_they_count() -> None:
@@ -74,7 +69,7 @@ def test_gradients_are_weighted_by_targets_where_they_count() -> None:
         factors[group.rank] = rank.step(1, 4.0 if group.rank == 0 else 8.0, weight=3.0 if group.rank == 0 else 1.0)
         return rank
 
-    assert [rank.applied for rank in on_all(2, work)] == [[(1, [5.0, 5.0])]] * 2  # (3 * 4 + 1 * 8) / 4
+    assert [rank.applied for rank in in_memory(2, work)] == [[(1, [5.0, 5.0])]] * 2  # (3 * 4 + 1 * 8) / 4
     assert factors == {0: 1.5, 1: 0.5}, "the mean of both losses over samples is that over targets"
 
 
@@ -92,7 +87,7 @@ def test_a_round_is_applied_after_exactly_so_many_others(bound: int) -> None:
         rank.rounds.settle(in_flight=0)
         return rank
 
-    ranks = on_all(2, work)
+    ranks = in_memory(2, work)
     assert counts == [[max(0, step - bound) for step in range(1, 7)]] * 2
     assert [rank.applied for rank in ranks] == [[(step, [float(step)] * 2) for step in range(1, 7)]] * 2
 
@@ -110,7 +105,7 @@ def test_all_stop_after_the_same_round_when_one_is_asked_to() -> None:
         rank.step(2, 1.0)
         return rank
 
-    assert [rank.rounds.stop for rank in on_all(2, work)] == [True, True]
+    assert [rank.rounds.stop for rank in in_memory(2, work)] == [True, True]
 
 
 def test_allreduce_is_the_same_class_on_both_planes() -> None:
@@ -138,8 +133,7 @@ def test_one_that_follows_gets_the_same_bits(size: int) -> None:
         combination.give(Committed(1, 0, factor=1 / 6))
         return shares, [parameter.grad for parameter in parameters]
 
-    with ThreadPoolExecutor(size) as pool:
-        done = list(pool.map(work, MemoryGroup.world(size)))
+    done = in_memory(size, work)
     shares = {number: share for mine, _ in done for number, share in mine.items()}
     parameters, combination = made(MemoryGroup.world(1)[0])
     combination.follow(0, shares, members=size)

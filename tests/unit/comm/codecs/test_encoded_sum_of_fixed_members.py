@@ -1,4 +1,4 @@
-"""Means that are encoded again, among ten members that stay: in one process, without sockets."""
+"""`EncodedSum` with a fixed group of ten members: in one process, without sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heartbeat roster: members receive who is there and who was; nobody waits for a peer that is silent, slow or hostile."""
+"""The heartbeat roster: all members receive all reports; silent, slow and hostile peers do not delay the others."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import contextlib
 import functools
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.unit.comm.test_transport import Recorder, has_ipv6, make_peer
+from tests.unit.comm.test_transport import Recorder, make_peer
 
 from smolcluster.comm.elastic.transport.connection import LinkLimits, TcpLink
 from smolcluster.comm.elastic.transport.messages import Kind, Message
@@ -48,7 +47,7 @@ class Roster:
         return client
 
     def peer(self, role: str = "member", **limits: Any) -> tuple[TcpTransport, Recorder]:
-        """Somebody who speaks the protocol of the transport, and does what a test wants."""
+        """A peer with a plain transport, controlled by the test."""
         transport = TcpTransport(make_peer(role), limits=LinkLimits(**{"silence_s": 1e9, **limits}), uvloop=False)
         self._stack.callback(transport.close)
         return transport, Recorder()
@@ -120,30 +119,6 @@ def test_silence_is_noticed_on_both_sides(roster: Roster) -> None:
     other = roster.dial({}, silent_server.listen(HERE, 0, at_server), silent_s=3.0)
     assert not other.wait(lambda: False, within_s=WAIT_S)
     assert other.lost == SILENT
-
-
-NOISE = [
-    b"GET / HTTP/1.1\r\n\r\n",
-    b'{"name": "x"}\n',
-    b"SMOL" + b"\xff" * 200,
-    b"\x16\x03\x01" + b"x" * 300,
-    b"x" * (1 << 20),
-]
-
-
-@pytest.mark.parametrize("said", NOISE, ids=range(len(NOISE)))
-@pytest.mark.parametrize("token", [None, TOKEN], ids=["plain", "tls"])
-def test_foreign_bytes_are_turned_away(roster: Roster, said: bytes, token: str | None) -> None:
-    keyring = None if token is None else Keyring([token])
-    roster.serve(keyring=keyring)
-    stranger = roster.socket()
-    with contextlib.suppress(OSError):  # it may be turned away before it has said all
-        stranger.sendall(said)
-        stranger.shutdown(socket.SHUT_WR)
-    assert hung_up(stranger)
-    known = roster.dial({"name": "a"}, keyring=keyring)
-    sees(known, {"name": "a"})
-    assert known.view.gone == {}
 
 
 @pytest.mark.parametrize(
@@ -263,26 +238,6 @@ def test_connections_that_say_nothing_leave_room_for_members(roster: Roster, mon
         assert hung_up(sock)
 
 
-def test_a_connection_that_breaks_before_the_token_is_checked_is_made_again(roster: Roster) -> None:
-    listener = socket.create_server((HERE, 0))
-    port = listener.getsockname()[1]
-
-    def replace() -> None:
-        """The server that ends, and the one that comes after it."""
-        sock, _ = listener.accept()
-        sock.recv(1)
-        listener.close()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        sock.close()  # by a reset
-        roster.serve(port=port, keyring=Keyring([TOKEN]))
-
-    thread = threading.Thread(target=replace)
-    thread.start()
-    known = roster.dial({}, f"{HERE}:{port}", keyring=Keyring([TOKEN]))
-    thread.join(WAIT_S)
-    assert known.wait(lambda: known.number == 0, within_s=WAIT_S)
-
-
 def test_a_member_that_comes_back_is_a_new_one(roster: Roster) -> None:
     """A lost link is not made again by itself."""
     server = roster.serve()
@@ -291,14 +246,6 @@ def test_a_member_that_comes_back_is_a_new_one(roster: Roster) -> None:
     assert not other.wait(lambda: False, within_s=WAIT_S)
     assert known.wait(lambda: list(known.view.gone) == [1], within_s=WAIT_S)
     assert roster.join(name="b").number == 2
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
-def test_ipv6(roster: Roster) -> None:
-    server = MembershipServer("::1", 0, silent_s=30.0)
-    client = roster.dial({"name": "a"}, server.address)
-    sees(client, {"name": "a"})
-    server.close()
 
 
 VIEWS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [

@@ -1,27 +1,17 @@
-"""Ranks that watch each other: who is lost is named, and what keeps them from watching is known by all."""
+"""Failure detection between ranks without a launcher: lost ranks are named on all others."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import pytest
+from tests.unit.comm.ranks import in_memory
 
 from smolcluster.comm.group import Group
-from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.mesh.liveness import LivenessMonitor
 
-T = TypeVar("T")
 
-
-def on_ranks(size: int, work: Callable[[Group], T]) -> list[T]:
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(work, MemoryGroup.world(size)))
-
-
-def test_last_words_reach_the_others() -> None:
+def test_the_error_of_a_rank_reaches_the_others() -> None:
     lost: dict[int, str] = {}
     named = threading.Event()
 
@@ -33,7 +23,7 @@ def test_last_words_reach_the_others() -> None:
 
         return LivenessMonitor(group, "127.0.0.1", name=f"host{group.rank}", on_lost=on_lost)
 
-    watches = on_ranks(3, begin)
+    watches = in_memory(3, begin)
     assert [watch.lost() for watch in watches] == [None] * 3
     watches[2].leave("out of memory")
     assert named.wait(300)
@@ -42,9 +32,9 @@ def test_last_words_reach_the_others() -> None:
         watch.leave()
 
 
-def test_a_rank_0_that_cannot_listen_is_known_by_all() -> None:
+def test_all_ranks_raise_when_rank_0_cannot_listen() -> None:
     def begin(group: Group) -> None:
         with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0"):
             LivenessMonitor(group, "192.0.2.1", name="here", on_lost=lambda _: None)
 
-    on_ranks(2, begin)  # or the others wait for an address that never comes
+    in_memory(2, begin)  # or the others wait for an address that never comes

@@ -1,4 +1,4 @@
-"""A worker's line to its server: what is sent beside other messages does not hold them up."""
+"""A worker's link to its server: large transfers do not delay other messages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from smolcluster.comm.elastic.membership.mailbox import Mailbox
 from smolcluster.comm.elastic.membership.server_link import BESIDE, ServerLink
 from smolcluster.comm.elastic.transport.api import Link, Transport
 from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.comm.group import PeerLost
 
 
 class FakeLink:
@@ -34,11 +37,11 @@ def linked() -> tuple[ServerLink, FakeLink]:
         return SimpleNamespace(close=lambda: None)
 
     transport = SimpleNamespace(dial=dial, close=lambda: None)
-    line, link = ServerLink(cast(Transport, cast(Any, transport)), "testhost:1"), FakeLink()
+    server_link, link = ServerLink(cast(Transport, cast(Any, transport)), "testhost:1"), FakeLink()
     dialled[0].linked(cast(Link, cast(Any, link)))
-    assert line.get(0) is None
-    link.sent.clear()  # it has asked what is trained
-    return line, link
+    assert server_link.get(0) is None
+    link.sent.clear()  # its ASK
+    return server_link, link
 
 
 def state(count: int) -> list[Message]:
@@ -46,19 +49,19 @@ def state(count: int) -> list[Message]:
 
 
 def test_a_message_goes_before_the_rest_of_a_state() -> None:
-    line, link = linked()
-    line.send_beside(state(10))
+    server_link, link = linked()
+    server_link.send_beside(state(10))
     assert len(link.sent) == BESIDE
-    line.send(Kind.DONE, step=7)
+    server_link.send(Kind.DONE, step=7)
     while link.leaving:
         link.leaving.pop(0)(True)
     assert [message.kind for message in link.sent].index(Kind.DONE) == BESIDE
     assert [message.step for message in link.sent if message.kind is Kind.STATE] == list(range(10))
 
 
-def test_parts_of_a_state_keep_their_order_whoever_sends_them() -> None:
-    """The next ones leave on the transport's thread, while the line's own adds more."""
-    line, link = linked()
+def test_parts_of_a_state_keep_their_order_between_threads() -> None:
+    """The next ones leave on the transport's thread, while the worker's own thread adds more."""
+    server_link, link = linked()
     over = threading.Event()
 
     def transport() -> None:
@@ -70,14 +73,21 @@ def test_parts_of_a_state_keep_their_order_whoever_sends_them() -> None:
     thread.start()
     messages = state(3000)
     for start in range(0, 3000, 3):
-        line.send_beside(messages[start : start + 3])
+        server_link.send_beside(messages[start : start + 3])
     over.set()
     thread.join()
     assert [message.step for message in link.sent] == list(range(3000))
 
 
 def test_a_worker_that_leaves_sends_the_rest_first() -> None:
-    line, link = linked()
-    line.send_beside(state(10))
-    line.close()
+    server_link, link = linked()
+    server_link.send_beside(state(10))
+    server_link.close()
     assert [message.step for message in link.sent] == list(range(10))
+
+
+@pytest.mark.parametrize("count", [None, "9", -1, 2.0, True])
+def test_a_welcome_has_the_number_of_tensors_of_its_state(count: object) -> None:
+    link, _ = linked()
+    with pytest.raises(PeerLost, match="without the number of tensors"):
+        link.state(count)

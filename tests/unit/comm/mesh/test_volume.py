@@ -1,4 +1,4 @@
-"""What an exchange moves, on paper: everything that is sent is received, and nothing is sent twice that need not be."""
+"""The traffic formulas of collectives: what is sent equals what is received."""
 
 from __future__ import annotations
 
