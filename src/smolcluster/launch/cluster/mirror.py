@@ -113,11 +113,11 @@ def put(folder: Path, update: Mapping[str, Any]) -> None:
     """
     place, sent, at = update.get("file"), update.get("data"), update.get("at")
     if not isinstance(place, str) or not _PLACE.fullmatch(place):
-        raise HostError("mirror", f"{place!r:.80} is not a file of a run", layer="machine")
+        raise HostError("mirror", f"{place!r:.80} is not a file of a run")
     try:
         data = base64.b64decode(sent if isinstance(sent, str) else "-", validate=True)
     except ValueError as error:
-        raise HostError("mirror", f"the content of {place} cannot be read", layer="machine") from error
+        raise HostError("mirror", f"the content of {place} cannot be read") from error
     path = folder / place
     path.parent.mkdir(parents=True, exist_ok=True)
     if "at" not in update:
@@ -127,9 +127,7 @@ def put(folder: Path, update: Mapping[str, Any]) -> None:
         return
     size = path.stat().st_size if path.exists() else 0
     if type(at) is not int or not 0 <= at <= size:
-        raise HostError(
-            "mirror", f"{place} has {size} bytes here, so the offset {at!r:.40} is invalid", layer="machine"
-        )
+        raise HostError("mirror", f"{place} has {size} bytes here, so the offset {at!r:.40} is invalid")
     with path.open("r+b" if path.exists() else "w+b") as file:
         file.truncate(at)
         file.seek(at)

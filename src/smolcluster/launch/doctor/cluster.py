@@ -12,28 +12,12 @@ from smolcluster.launch.cluster.archive import requirements
 from smolcluster.launch.cluster.host import Host, HostError
 from smolcluster.launch.cluster.layout import ClusterLayout
 from smolcluster.launch.cluster.request import requirements_of
-from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, bad, good, known_remedy, warning
+from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, bad, good, warning
 from smolcluster.observe.text import size
 
-# HostError.layer -> layer
-_LAYERS = {
-    "name": Layer.NAME,
-    "route": Layer.ROUTE,
-    "port": Layer.PORT,
-    "host key": Layer.SSH,
-    "login": Layer.SSH,
-    "python": Layer.PYTHON,
-    "disk": Layer.DISK,
-    "clock": Layer.CLOCK,
-}
 # Kinds of failure of `knock` (agent/machine.py) -> layer
 _KNOCKS = {"name": Layer.NAME, "refused": Layer.PORT, "silent": Layer.FIREWALL, "route": Layer.ROUTE}
-# Remedies of HostErrors without one
-_REMEDIES = {
-    "name": known_remedy(Layer.NAME),
-    "route": "check that it is on and its network is up",
-    "login": known_remedy(Layer.SSH, 3),
-}
+_LOST = "check that it is on and its network is up"  # remedy for a lost connection
 
 
 async def examine(layout: ClusterLayout, *, accept_new: bool = False) -> list[Finding]:
@@ -55,8 +39,8 @@ async def examine(layout: ClusterLayout, *, accept_new: bool = False) -> list[Fi
 
 
 def _problem(error: HostError) -> Finding:
-    layer = _LAYERS.get(error.layer, Layer.SSH)
-    remedy = error.remedy or _REMEDIES.get(error.layer, "").replace("HOST", error.host)
+    layer = Layer(error.layer)
+    remedy = error.remedy or (_LOST if layer is Layer.ROUTE else "")
     return Finding(layer=layer, verdict=Verdict.BAD, what=error.what, remedy=remedy, host=error.host)
 
 
