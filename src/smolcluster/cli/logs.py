@@ -80,7 +80,6 @@ async def _show(
         try:
             await control.follow(
                 known,
-                known.machines,
                 chosen=[host],
                 processes=processes,
                 past=past,

@@ -30,11 +30,12 @@ from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.batch import compose, containers, kubernetes, slurm
-from smolcluster.launch.batch.job import BatchJob, check_name, plan_job
-from smolcluster.launch.batch.text import mebibytes, parse_time, slurm_time, to_yaml
+from smolcluster.launch.batch.job import BatchJob, plan_job
+from smolcluster.launch.batch.text import parse_time, slurm_time, to_yaml
 from smolcluster.launch.environment import FIRST_PORT, assigned_rank, first_host, local_rank_of, tasks_on_node
 
 ROOT = Path(__file__).parents[3]
+EDP = str(ROOT / "tests/fixtures/seeds/cluster_config_edp.yaml")
 TASK = "/app/my_task.py:Mine"
 
 
@@ -162,10 +163,6 @@ def test_what_is_no_time_limit(text: str) -> None:
         parse_time(text)
 
 
-def test_memory_is_rounded_up() -> None:
-    assert [mebibytes(n) for n in (1, 2**20, 2**20 + 1, 16 * 10**9)] == [1, 1, 2, 15259]
-
-
 AWKWARD = [
     *("on", "No", "y", "null", "~", "1e3", "0x1", "1_000", "012", "-1", "1:30", ".inf", "", " a", "a: b", "# c", "- d"),
     *("'", '"', "$(X)", "two\nlines\n", "no end\nof line", "trailing \nspace", "tab\there\n", "bücher\nline"),
@@ -217,6 +214,7 @@ def test_a_job_from_what_the_user_said(tmp_path: Path, monkeypatch: pytest.Monke
         ({"time": "long"}, "--time 'long'"),
         ({"name": "a job"}, "--name 'a job' is not a job name"),
         ({"name": "x" * 64}, "at most 63"),
+        *(({"name": name}, f"--name '{name}'") for name in ("-a", ".a", "a/b", "a$b", "ä")),
         ({"strategy": "allredce"}, "did you mean 'allreduce'"),
         ({"strategy": "single", "nodes": 2}, "strategy single has one worker, not 2"),
         ({"strategy": "tensor", "nodes": 3}, "3"),
@@ -225,6 +223,7 @@ def test_a_job_from_what_the_user_said(tmp_path: Path, monkeypatch: pytest.Monke
         ({"override": ["training.batch_sise=1"]}, "did you mean 'training.batch_size'"),
         ({"override": [f"cluster.token={new_token()}"]}, "a job file is no place for a secret"),
         ({"override": ["cluster.workers=[pi5]"]}, "names machines (pi5), but the batch system chooses them"),
+        ({"sources": [EDP, "gpt"]}, "names machines (pi5, win, macbook, mini1), but the batch system chooses them"),
         ({"backend": "glo"}, "unknown backend 'glo'"),
         ({"backend": "gloo", "strategy": "edp"}, "--backend gloo is for the mesh plane"),
         ({"elastic": "2:8", "nodes": 4}, "the job has 4 workers; use --elastic 2:4"),
@@ -235,12 +234,7 @@ def test_a_job_from_what_the_user_said(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_what_cannot_be_a_job(wish: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
-        plan_job(["gpt"], **wish)
-
-
-def test_a_cluster_file_is_for_other_machines() -> None:
-    with pytest.raises(UserError, match="but the batch system chooses them"):
-        plan_job([str(ROOT / "tests/fixtures/seeds/cluster_config_edp.yaml"), "gpt"], nodes=2)
+        plan_job(**{"sources": ["gpt"]} | wish)
 
 
 def test_nothing_is_fetched_to_write_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -949,20 +943,3 @@ def test_what_the_page_says_works(words: list[str], programs: Path, capsys: pyte
 
 def test_the_page_shows_each_command() -> None:
     assert {words[1] for words in documented()} == {"slurm", "k8s", "compose"}
-
-
-def test_names() -> None:
-    for good in ("a", "gpt-edp", "A_b.c-1", "9"):
-        check_name(good)
-    for bad in ("", "-a", ".a", "a b", "a/b", "a$b", "ä"):
-        with pytest.raises(UserError):
-            check_name(bad)
-
-
-def test_help_needs_no_torch() -> None:
-    """The modules that `smolcluster --help` imports."""
-    code = (
-        "import sys; import smolcluster.cli.slurm, smolcluster.cli.k8s, smolcluster.cli.compose; "
-        "sys.exit('torch' in sys.modules or 'yaml' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -335,11 +335,10 @@ async def progress(cluster: ClusterRecord, hosts: Mapping[str, Host]) -> dict[st
 
 
 async def follow(
-    cluster: ClusterLayout | ClusterRecord,
-    machines: Mapping[str, ClusterMachine],
+    cluster: ClusterRecord,
     *,
     chosen: Iterable[str],
-    processes: list[str] | None,
+    processes: list[str],
     past: int,
     on: bool,
     show: Callable[[str, str, str], None],
@@ -352,7 +351,7 @@ async def follow(
         cut_off = False
         while True:
             try:
-                async with connected_agent(machines, name) as (host, agent):
+                async with connected_agent(cluster.machines, name) as (host, agent):
                     if cut_off:
                         report(name, "reconnected")
                         cut_off = False
