@@ -266,7 +266,7 @@ class RestartPolicy(Policy):
         self.supervisor.report(failed)
         why = f"rank {failed.rank} on {self.host} died: {exit_reason(failed).splitlines()[0]}"
         if failed.user_error is not None:
-            self.rendezvous.report(mistake=str(failed.user_error))
+            self.rendezvous.report(user_error=str(failed.user_error))
             raise failed.user_error
         self.log_tail = log_tail(failed)
         slot = self.slots[self.group.index(failed)]
