@@ -282,7 +282,7 @@ def test_the_doctor_looks_at_every_machine_and_the_ways_between(two: Lab) -> Non
     hosts["pi5"]["server_address"] = "127.0.0.9"  # nobody listens there
     bad = two.run("doctor", cluster(two, steps=2, hosts=hosts))
     assert bad.status == 1
-    assert re.search(r"pi5 +port +bad +cannot reach mini1 at 127.0.0.9:\d+: connection refused", bad.out)
+    assert re.search(r"pi5 +port +bad +cannot reach mini1 at 127.0.0.9:\d+: Connection refused", bad.out)
     two.boxes["pi5"].stop()
     gone = two.run("doctor", file)
     assert gone.status == 1

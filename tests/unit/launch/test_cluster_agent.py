@@ -304,7 +304,7 @@ def test_a_python_in_the_users_home_is_found(tmp_path: Path, monkeypatch: pytest
 
     async def local() -> list[int]:
         machine = ClusterMachine(name="here", address="local", folder=str(tmp_path), python="~/venv/python")
-        found: dict[str, Any] = await host.Host(machine, None).call("look", folder=str(tmp_path), name="lab")
+        found: dict[str, Any] = await host.Host(machine, None).call("inspect", name="lab")
         version: list[int] = found["python"]
         return version
 

@@ -666,7 +666,7 @@ class Written:
     async def agent(self) -> AsyncIterator[Any]:
         yield self
 
-    async def call(self, op: str, *, folder: str, place: str) -> str | list[str] | None:
+    async def call(self, op: str, *, place: str) -> str | list[str] | None:
         text = self.files.get(Path(place).stem)
         return (text or "").splitlines() if op == "tail" else text
 

@@ -22,12 +22,12 @@ from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.launch.cluster.agent.base import run_briefly
+from smolcluster.launch.cluster.agent.machine import layer_of
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.links import NetworkPath, Route
 from smolcluster.launch.doctor import cluster, machine
 from smolcluster.launch.doctor import server as remote
 from smolcluster.launch.doctor.layers import TROUBLES, Finding, Layer, Verdict
-from smolcluster.launch.doctor.server import classify
 
 ROOT = Path(__file__).parents[3]
 
@@ -102,7 +102,7 @@ def test_a_driver_that_is_stuck_does_not_hold_up_the_doctor(monkeypatch: pytest.
     ],
 )
 def test_how_a_connection_fails_names_the_layer(error: OSError, layer: Layer) -> None:
-    assert classify(error) is layer
+    assert Layer(layer_of(error)) is layer
 
 
 def test_a_server_that_is_not_there() -> None:
@@ -242,7 +242,7 @@ def test_a_port_may_be_left_out(said: str, place: tuple[str, int]) -> None:
 @pytest.mark.parametrize(
     ("error", "layer", "mend"),
     [
-        (HostError("pi5", "no answer to 'look': killed", layer="route"), Layer.ROUTE, "check that it is on"),
+        (HostError("pi5", "no answer to 'inspect': killed", layer="route"), Layer.ROUTE, "check that it is on"),
         (HostError("pi5", "Permission denied (/root)"), Layer.SSH, ""),
         (HostError("pi5", "the host key has CHANGED", "ssh-keygen -R pi5"), Layer.SSH, "ssh-keygen"),
     ],
@@ -271,15 +271,15 @@ def test_the_command_says_what_and_how_to_mend_it(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("knock", "layer", "mend"),
+    ("probe", "layer", "mend"),
     [
-        ({"ok": False, "kind": "silent", "words": "no answer in 5 s"}, Layer.FIREWALL, "ip route add"),
-        ({"ok": False, "kind": "route", "words": "unreachable"}, Layer.ROUTE, "ip route add"),
-        ({"ok": False, "kind": "refused", "words": "connection refused"}, Layer.PORT, "--bind"),
+        ({"layer": "firewall", "problem": "no answer in 5 s"}, Layer.FIREWALL, "ip route add"),
+        ({"layer": "route", "problem": "unreachable"}, Layer.ROUTE, "ip route add"),
+        ({"layer": "port", "problem": "Connection refused"}, Layer.PORT, "--bind"),
         (HostError("pi4", "no Python there", "install one", layer="Python"), Layer.PYTHON, "install one"),
     ],
 )
-def test_routes_are_for_those_who_do_not_arrive(knock: Any, layer: Layer, mend: str) -> None:
+def test_routes_are_for_those_who_do_not_arrive(probe: Any, layer: Layer, mend: str) -> None:
     """One who is refused has come all the way, through the machine between."""
 
     class Fake:
@@ -294,9 +294,9 @@ def test_routes_are_for_those_who_do_not_arrive(knock: Any, layer: Layer, mend: 
             yield {"listening": True}
 
         async def call(self, op: str, **said: Any) -> Any:
-            if isinstance(knock, Exception):
-                raise knock
-            return knock
+            if isinstance(probe, Exception):
+                raise probe
+            return probe
 
     route = Route("pi4", "10.10.0.0/24", "192.168.51.2")
     layout: Any = SimpleNamespace(

@@ -204,8 +204,13 @@ class Agent:
     async def stream_call(
         self, op: str, *, data: bytes | None = None, **arguments: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        """Send a request and yield all its replies."""
-        request = {"op": op, **arguments, **({} if data is None else {"bytes": len(data)})}
+        """Send a request, with the machine's folder, and yield all its replies."""
+        request = {
+            "op": op,
+            "folder": self._host.machine.folder,
+            **arguments,
+            **({} if data is None else {"bytes": len(data)}),
+        }
         try:
             await self._stream.send(json.dumps(request).encode() + b"\n" + (data or b""))
             while line := await self._stream.line():
