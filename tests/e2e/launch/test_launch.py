@@ -25,8 +25,6 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lo
 
 STEPS = 120
 TASKS = '''
-import time
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -42,19 +40,6 @@ class Endless(Task):
 
     def loss(self, model, batch):
         return model(batch[0]).square().mean()
-
-
-class Stuck(Endless):
-    """Rank 1 does not come back from its third step."""
-
-    calls = 0
-
-    def loss(self, model, batch):
-        self.calls += 1
-        if self.calls == 3 and dist.get_rank() == 1:
-            open("stuck", "w").close()
-            time.sleep(600)
-        return super().loss(model, batch)
 
 
 class Cursed(Endless):
@@ -131,8 +116,7 @@ def test_a_killed_worker_ends_the_run_with_one_message(smol: Smol, folder: Path)
     assert "Traceback" not in ended.err
     all_gone(workers, within_s=100)
     summary = read_summary(run_dir)
-    assert summary["status"] == "failed"
-    assert summary["members_lost"] == 1
+    assert (summary["status"], summary["members_lost"], summary["world_size"]) == ("failed", 1, 3)
     assert summary["steps"] >= 5
     assert f"rank {rank}" in summary["error"]
 
@@ -233,24 +217,6 @@ def test_a_terminal_that_is_closed_ends_the_run_in_order(
         running.wait()
     assert read_summary(run_dir)["status"] == "interrupted"
     assert list((run_dir / "checkpoints").glob("step-*"))
-
-
-def test_the_second_interrupt_ends_even_a_worker_that_hangs(smol: Smol, folder: Path) -> None:
-    run_dir = folder / "runs" / "frozen"
-    running = smol.start("train", "tasks.py:Stuck", "--workers", "2", "--run-dir", run_dir, *FOREVER, cwd=folder)
-    workers = running.workers(2)
-    running.until(lambda: (folder / "stuck").exists(), what="the worker to hang")
-    running.process.send_signal(signal.SIGINT)
-    running.until(
-        lambda: "press Ctrl-C again to exit at once" in running.output, what="the answer to the first interrupt"
-    )
-    assert all(worker.alive() for worker in workers)
-    running.process.send_signal(signal.SIGINT)
-    ended = running.end(within_s=30)
-    assert ended.status == 130
-    assert ended.err == "smolcluster: interrupted; nothing was saved\n"
-    all_gone(workers, within_s=100)
-    assert read_summary(run_dir)["status"] == "interrupted"
 
 
 def test_workers_leave_when_the_launcher_is_killed(smol: Smol, folder: Path) -> None:
