@@ -486,6 +486,34 @@ def test_a_connection_that_asyncssh_loses_is_a_lost_connection() -> None:
     assert asyncio.run(stream.stderr()) == ""
 
 
+@pytest.mark.parametrize("lost_in", ["line", "send"])
+def test_a_connection_that_is_lost_before_the_agent_starts_is_the_machines_problem(lost_in: str) -> None:
+    """`logs -f` reconnects after it, as after any loss."""
+
+    class Dead:
+        async def line(self) -> bytes:
+            return self._answer("line", b"%d %d %d %d\n" % (*sys.version_info[:3], sys.hexversion))
+
+        async def send(self, _: bytes) -> None:
+            self._answer("send", b"")
+
+        def _answer(self, name: str, answer: bytes) -> bytes:
+            if name == lost_in:
+                raise ConnectionResetError("the connection was lost")
+            return answer
+
+    class Machine(host.Host):
+        async def _run(self, python: str) -> Any:
+            return Dead()
+
+    async def call() -> None:
+        await Machine(ClusterMachine(name="pi5", address="pi5"), None).call("inspect")
+
+    with pytest.raises(HostError, match="pi5: the agent cannot be started: the connection was lost") as lost:
+        asyncio.run(call())
+    assert lost.value.layer == "route"
+
+
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

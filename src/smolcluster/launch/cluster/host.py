@@ -69,7 +69,10 @@ class Host:
 
     @contextlib.asynccontextmanager
     async def agent(self) -> AsyncIterator[Agent]:
-        agent = await self._start_agent()
+        try:
+            agent = await self._start_agent()
+        except OSError as error:
+            raise HostError(self.name, f"the agent cannot be started: {error}", layer="route") from error
         try:
             yield agent
         finally:
@@ -107,17 +110,13 @@ class Host:
             agent = Agent(self, stream)
             await agent.boot()
             return agent
-        raise self._no_python(old or problem)
-
-    def _no_python(self, problem: str) -> HostError:
         need = ".".join(map(str, OLDEST_PYTHON))
-        if " is Python " in problem:
-            what = f"{problem} there, and {need} or newer is needed"
-        else:
-            first = problem.splitlines()[0][:200] if problem else "no answer"
-            what = f"there is no Python ({self.python or 'python3'}): {first}"
+        reason = problem.splitlines()[0][:200] if problem else "no answer"
+        what = f"there is no Python ({self.python or 'python3'}): {reason}"
+        if old:
+            what = f"{old} there, and {need} or newer is needed"
         remedy = f"install Python {need} there, or name one as hosts.{self.name}.python in the cluster file"
-        return HostError(self.name, what, remedy, layer="Python")
+        raise HostError(self.name, what, remedy, layer="Python")
 
     async def _run(self, python: str) -> Stream:
         """Start Python there. Raises OSError if this machine does not have it, HostError for a lost connection."""
