@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 import pytest
 from tests.places import eventually
 
+from smolcluster.cli import main
+
 T = TypeVar("T")
 
 # A GPT of 22 thousand parameters on the embedded text: a step takes milliseconds.
@@ -30,6 +32,18 @@ TINY = (
     *("training.batch_size=4", "training.eval_samples=8", "training.device=cpu", "logging.log_interval=1"),
     "logging.sample_tokens=8",
 )
+# The small GPT; slow until the file GO exists, so that a test can act in the middle of a run.
+GATED_GPT = """
+import os, time
+from smolcluster.tasks.gpt import GPTTask
+
+
+class Gated(GPTTask):
+    def loss(self, model, batch):
+        if not os.path.exists(os.environ["GO"]):
+            time.sleep(0.2)
+        return super().loss(model, batch)
+"""
 # What would change how the command behaves, left over from whoever runs the tests.
 _FOREIGN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SMOLCLUSTER_TOKEN"),
@@ -49,6 +63,15 @@ class Ended:
     def ok(self) -> Ended:
         assert self.status == 0, f"exit status {self.status}\n{self.out}\n{self.err}"
         return self
+
+
+def run_here(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Ended:
+    """The command in this process, without the time that importing takes."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, arguments)))
+    out, err = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return Ended(ended.value.code, out, err)
 
 
 @dataclass(frozen=True)
@@ -212,6 +235,10 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
     return rows
+
+
+def last_step(run_dir: Path) -> int:
+    return max((row["step"] for row in read_rows(run_dir)), default=0)
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:

@@ -69,7 +69,6 @@ def scaling(
     efficiency = time on 1 / time on N / N for the same work, or with --weak throughput on N / (N x that of one).
     Workers are started here, on this machine; on others they cannot be started from here.
     """
-    from smolcluster.config import flag_overrides
     from smolcluster.launch.scaling import THREADS, ScalingRequest, parse_sizes, run_scaling
 
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -81,10 +80,9 @@ def scaling(
     sizes = parse_sizes(workers or str(min(cores, 8)))
     if threads is None and THREADS not in os.environ:
         threads = max(1, cores // max(sizes))  # the same at every size, or one worker would get all cores
-    flags = flag_overrides(strategy=setup.strategy, plane=setup.plane, seed=setup.seed)
     request = ScalingRequest(
         sources=setup.sources or [],
-        overrides=[*(setup.override or []), *flags.items()],
+        overrides=setup.overrides(),
         backend=setup.backend,
         sizes=sizes,
         weak=weak,

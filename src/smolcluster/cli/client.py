@@ -25,8 +25,10 @@ class ClientOptions:
     temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token. Default: the server's.")] = (
         None
     )
-    top_p: Annotated[float | None, typer.Option(help="Only the likeliest tokens that make up this share.")] = None
-    top_k: Annotated[int | None, typer.Option(help="Only so many of the likeliest tokens.")] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens up to this sum of probabilities.")
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")] = None
     max_tokens: Annotated[int | None, typer.Option(help="The longest answer, in tokens.")] = None
     seed: Annotated[int | None, typer.Option(help="The same seed, the same answer.")] = None
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: fewer repetitions.")] = None

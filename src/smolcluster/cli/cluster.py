@@ -28,7 +28,7 @@ app = typer.Typer(
 
 @app.command("init", epilog="Example: smolcluster cluster init --out cluster.yaml")
 def init(
-    out: Annotated[Path, typer.Option(help="Where it is written; never over a file that is there.")] = Path(
+    out: Annotated[Path, typer.Option(help="Where to write it. An existing file is not overwritten.")] = Path(
         "cluster.yaml"
     ),
     ssh_config: Annotated[Path | None, typer.Option(help="Whose hosts are tried. Default: ~/.ssh/config.")] = None,
@@ -91,7 +91,7 @@ def accept(
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option(min=0, help="Its number as a worker. Default: the next of a cluster started from here."),
+        typer.Option(min=0, help="Its rank. Default: the next of a cluster started from here."),
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="Name or file of the cluster. Default: started last.")] = None,
 ) -> int:

@@ -28,9 +28,12 @@ def compose(
     cpus: batch.Cpus = None,
     memory: Annotated[str | None, batch.size(metavar="SIZE", help="Memory of each container, such as 4GB.")] = None,
     image: batch.Image = None,
-    data: Annotated[Path, _docker(help="Folder for runs and data; it must be there.")] = Path("data"),
+    data: Annotated[Path, _docker(help="Folder for runs and data; it must exist.")] = Path("data"),
     token_file: Annotated[Path, _docker(help="Elastic plane: the token of the run.")] = Path("token"),
-    user: Annotated[str | None, _docker(metavar="UID:GID", help="Owner of these. Default: you.")] = None,
+    user: Annotated[
+        str | None,
+        _docker(metavar="UID:GID", help="User of the containers, who must be able to write there. Default: you."),
+    ] = None,
 ) -> int:
     from smolcluster.launch.batch import compose as batch_compose
     from smolcluster.launch.batch.containers import USER, default_image

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -53,8 +53,7 @@ def dashboard(
     ] = True,
 ) -> int:
     from smolcluster.comm.addresses import is_loopback
-    from smolcluster.dashboard.server import DashboardConfig, choose, lower_priority, serve
-    from smolcluster.engine.run_dir import RUNS
+    from smolcluster.dashboard.server import DashboardConfig, lower_priority, serve
     from smolcluster.web.server import open_browser
 
     def ready(url: str) -> None:
@@ -67,10 +66,7 @@ def dashboard(
         if browser and sys.stdout.isatty():
             open_browser(url)
 
-    with contextlib.ExitStack() as stack:
-        if cluster is not None:
-            run_dir = stack.enter_context(of_cluster(run_dir, cluster))
-        folder, run = choose(run_dir, RUNS)
+    with watched(run_dir, cluster) as (folder, run):
         config = DashboardConfig(
             folder=folder, run=run, bind=bind, port=port, token=token, allow_hosts=tuple(allow_host or ())
         )
@@ -80,8 +76,15 @@ def dashboard(
     return 0
 
 
-def of_cluster(run_dir: Path | None, cluster: str) -> AbstractContextManager[Path]:
-    """Mirror the run of a cluster while it is watched."""
+@contextlib.contextmanager
+def watched(run_dir: Path | None, cluster: str | None) -> Iterator[tuple[Path, str | None]]:
+    """Yield the folder and the name of the run to show. The run of a cluster is mirrored meanwhile."""
+    from smolcluster.dashboard.server import choose
+    from smolcluster.engine.run_dir import RUNS
+
+    if cluster is None:
+        yield choose(run_dir, RUNS)
+        return
     from smolcluster.launch.cluster.mirror import mirrored
     from smolcluster.launch.cluster.request import known_cluster
 
@@ -89,4 +92,5 @@ def of_cluster(run_dir: Path | None, cluster: str) -> AbstractContextManager[Pat
         raise UserError(f"{run_dir} and --cluster {cluster} are two runs; give one of them")
     known = known_cluster(cluster)
     typer.echo(f"{known.name}: reading {known.run} from {', '.join(dict.fromkeys(known.hosts.values()))}")
-    return mirrored(known)
+    with mirrored(known) as mirror:
+        yield choose(mirror, RUNS)

@@ -1,4 +1,4 @@
-"""`smolcluster generate`: what follows a text."""
+"""`smolcluster generate`: continue a text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def generate(
     device: Annotated[str | None, typer.Option(help="With --from: cpu, cuda, mps. Default: the best one here.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. May be given several times.")] = None,
     stream: Annotated[
-        bool, typer.Option("--stream/--no-stream", help="Print as it comes, or when it is whole.")
+        bool, typer.Option("--stream/--no-stream", help="Print tokens as they come, or the whole text at the end.")
     ] = True,
     *,
     served: ClientOptions,

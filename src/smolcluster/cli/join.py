@@ -132,7 +132,6 @@ def _run_worker(name: str, given: PairingGrant, *, own: OwnerOptions, keep: bool
     from smolcluster.cli.ending import leave_after
     from smolcluster.comm.elastic.transport.security import TokenEntry, token_file
     from smolcluster.launch.join.worker import run_joined
-    from smolcluster.observe.console import ConsoleSink
 
     spec = own.spec(given.rank, name, server=given.server)
     if given.token:
@@ -141,4 +140,4 @@ def _run_worker(name: str, given: PairingGrant, *, own: OwnerOptions, keep: bool
             if given.token not in [entry.token for entry in file.entries()]:
                 file.add([TokenEntry(given.token, note=f"of {given.cluster}")])
         os.environ["SMOLCLUSTER_TOKEN"] = given.token
-    leave_after(lambda: run_joined(spec, log_dir=None, sinks=[ConsoleSink(alone=True)]))
+    leave_after(lambda: run_joined(spec))

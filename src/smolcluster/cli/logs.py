@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +36,7 @@ def logs(
     ] = None,
     run_dir: Annotated[Path | None, typer.Argument(metavar="[RUN_DIR]", help="With push: the run.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until all have ended; Ctrl-C ends it.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the last lines of each.")] = 20,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines of each.")] = 20,
     cluster: Annotated[
         str | None, typer.Option(help="Name or file of the cluster. Default: the one that was started last.")
     ] = None,
@@ -74,25 +75,12 @@ async def _show(
 ) -> list[HostError]:
     """Print the output of processes. Return the errors of machines that do not answer."""
     from smolcluster.launch.cluster import control
-    from smolcluster.launch.cluster.host import HostError
 
-    async def one(host: str) -> HostError | None:
-        try:
-            await control.follow(
-                known,
-                known.machines,
-                chosen=[host],
-                processes=processes,
-                past=past,
-                on=on,
-                show=print_line,
-                report=print_note,
-            )
-        except HostError as error:
-            return error
-        return None
-
-    return [problem for problem in await asyncio.gather(*map(one, chosen)) if problem is not None]
+    follow = functools.partial(
+        control.follow, known, processes=processes, past=past, on=on, show=print_line, report=print_note
+    )
+    _, problems = await control.gathered({host: follow(chosen=[host]) for host in chosen})
+    return list(problems.values())
 
 
 def _push(run_dir: Path | None, url: str | None) -> int:

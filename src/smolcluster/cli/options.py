@@ -104,6 +104,13 @@ class SetupOptions:
     seed: Seed = None
     backend: Backend = None
 
+    def overrides(self, **more: Any) -> list[str | tuple[str, Any]]:
+        """Return --override and the flags, as configuration overrides. `more`: further flags of the command."""
+        from smolcluster.config import flag_overrides
+
+        flags = flag_overrides(strategy=self.strategy, plane=self.plane, seed=self.seed, **more)
+        return [*(self.override or []), *flags.items()]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(SetupOptions):

@@ -55,7 +55,7 @@ def slurm(
         _slurm(help="Elastic plane: a token of yours, where all nodes see it. Default: one made for the job."),
     ] = None,
     shared: Annotated[
-        list[Path] | None, _slurm(metavar="FOLDER", help="All nodes see this, though it is in /tmp.")
+        list[Path] | None, _slurm(metavar="FOLDER", help="A folder below /tmp that all nodes share.")
     ] = None,
     *,
     wanted: SlurmOptions,

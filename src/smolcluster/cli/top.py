@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,14 +29,10 @@ def top(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print what is known now, and end.")] = False,
 ) -> int:
-    from smolcluster.cli.dashboard import of_cluster
-    from smolcluster.dashboard.server import choose
-    from smolcluster.engine.run_dir import RUNS
+    from smolcluster.cli.dashboard import watched
 
-    with contextlib.ExitStack() as stack:
-        if cluster is not None:
-            run_dir = stack.enter_context(of_cluster(run_dir, cluster))
-        return _show(*choose(run_dir, RUNS), once=once or not sys.stdout.isatty())
+    with watched(run_dir, cluster) as (folder, run):
+        return _show(folder, run, once=once or not sys.stdout.isatty())
 
 
 def _show(folder: Path, run: str | None, *, once: bool) -> int:

@@ -68,32 +68,37 @@ class RankFlags:
     ] = None
 
 
-@options.grouped
-def train(
-    run: options.RunOptions,
-    workers: Annotated[int | None, typer.Option(help="Worker processes on this machine.")] = None,
-    run_dir: options.RunDir = None,
-    resume: options.Resume = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions(options.RunOptions):
+    """What to train, on this machine's workers, and what to show of it."""
+
+    workers: Annotated[int | None, typer.Option(help="Worker processes on this machine.")] = None
+    run_dir: options.RunDir = None
+    resume: options.Resume = None
     profile: Annotated[
         str | None,
         typer.Option(metavar="STEPS", help="Profile these steps, such as 10 or 10:13, on training.profile_ranks."),
-    ] = None,
+    ] = None
     draw_schedule: Annotated[
         bool, typer.Option("--draw-schedule", help="Of a pipeline: write schedule.svg, who computed what when.")
-    ] = False,
+    ] = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print the plan; train nothing, write nothing.")
-    ] = False,
+    ] = False
     dashboard: Annotated[
         bool, typer.Option("--dashboard", help="Show the run as a live page, on a port of this machine.")
-    ] = False,
+    ] = False
+
+
+@options.grouped
+def train(
+    run: TrainOptions,
     no_nccl: Annotated[bool, _rank("--no-nccl", help="The same as --backend gloo.")] = False,
     *,
     restarts: RestartFlags,
     ranks: RankFlags,
     flags: options.TrainingFlags,
 ) -> int:
-    from smolcluster.config import flag_overrides
     from smolcluster.engine.run_dir import RunDir
     from smolcluster.launch.environment import assigned_rank
     from smolcluster.launch.prepare import prepare
@@ -104,37 +109,28 @@ def train(
         raise UserError("--backend nccl and --no-nccl contradict each other")
     place = assigned_rank(**asdict(ranks), srun=restarts.elastic is None)
     size = place.world_size if place is not None else ranks.world_size
-    if size is not None and workers not in (None, size):
-        raise UserError(f"--workers {workers} and --world-size {size} contradict each other; give one of them")
-    workers = workers if size is None else size
+    if size is not None and run.workers not in (None, size):
+        raise UserError(f"--workers {run.workers} and --world-size {size} contradict each other; give one of them")
+    workers = run.workers if size is None else size
     elastic = restarts.elastic_range(workers, place)
     workers = elastic.max_workers if elastic is not None else workers
-    own = flag_overrides(
-        strategy=run.strategy,
-        workers=workers,
-        plane=run.plane,
-        steps=run.steps,
-        seed=run.seed,
-        profile=profile,
-        draw_schedule=draw_schedule,
-    )
+    own = run.overrides(workers=workers, steps=run.steps, profile=run.profile, draw_schedule=run.draw_schedule)
     started_again = place is not None and place.restarts > 0
-    if started_again and run_dir is not None and RunDir(run_dir).has_checkpoints():
-        resume = "latest"
+    saved = started_again and run.run_dir is not None and RunDir(run.run_dir).has_checkpoints()
     prepared = prepare(
         run.sources or [],
-        overrides=[*(run.override or []), *own.items(), *flags.overrides().items()],
-        run_dir=run_dir,
-        resume=resume,
+        overrides=[*own, *flags.overrides().items()],
+        run_dir=run.run_dir,
+        resume="latest" if saved else run.resume,
         backend=run.backend or ("gloo" if no_nccl else None),
         again=started_again,
         lead=is_local_endpoint(elastic.endpoint) if elastic is not None else place is None or place.rank == 0,
     )
     if elastic is not None:
         check_restartable(prepared.config, prepared.plane)
-    if dry_run:
+    if run.dry_run:
         return _describe(prepared, elastic)
-    return _run(prepared, place, elastic, dashboard=dashboard)
+    return _run(prepared, place, elastic, dashboard=run.dashboard)
 
 
 def _describe(prepared: Prepared, elastic: ElasticRange | None) -> int:
@@ -149,9 +145,6 @@ def _describe(prepared: Prepared, elastic: ElasticRange | None) -> int:
 
 
 def _run(prepared: Prepared, place: AssignedRank | None, elastic: ElasticRange | None, *, dashboard: bool) -> int:
-    from smolcluster.observe.console import ConsoleSink
-    from smolcluster.observe.summary import SummarySink
-
     if dashboard and (place is None or place.rank == 0):
         from smolcluster.dashboard.server import start_in_background
 
@@ -161,7 +154,7 @@ def _run(prepared: Prepared, place: AssignedRank | None, elastic: ElasticRange |
         _be_rank(prepared, place)
     from smolcluster.launch.api import run_here
 
-    run_here(prepared, sinks=[ConsoleSink(), SummarySink()], elastic=elastic)
+    run_here(prepared, elastic=elastic)
     return 0
 
 

@@ -170,7 +170,6 @@ async def _up(
     recorded = from_record(as_record(layout))
     await control.follow(
         recorded,
-        layout.machines,
         chosen=[name for name in layout.machines if layout.on(name)],
         processes=list(recorded.hosts),
         past=1000,

@@ -45,6 +45,7 @@ def worker(
     *,
     own: OwnerOptions,
 ) -> int:
+    from smolcluster.cli.ending import leave_after
     from smolcluster.launch.environment import local_rank_of
     from smolcluster.launch.join.worker import run_joined
 
@@ -60,7 +61,4 @@ def worker(
         local_rank=local_rank,
         local_world_size=local_world_size,
     )
-    from smolcluster.cli.ending import leave_after
-    from smolcluster.observe.console import ConsoleSink
-
-    leave_after(lambda: run_joined(spec, log_dir=log_dir, sinks=[ConsoleSink(alone=True)]))
+    leave_after(lambda: run_joined(spec, log_dir=log_dir))

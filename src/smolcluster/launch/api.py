@@ -54,16 +54,18 @@ def train(
     )
     if elastic_range is not None:
         check_restartable(prepared.config, prepared.plane)
+    return run_here(prepared, sinks=sinks, elastic=elastic_range)
+
+
+def run_here(
+    run: Prepared, *, sinks: Sequence[Sink] | None = None, elastic: ElasticRange | None = None
+) -> dict[str, Any]:
+    """Run on this machine to the end. Return the summary, or raise. Without `sinks` the console shows the run."""
     if sinks is None:
         from smolcluster.observe.console import ConsoleSink
         from smolcluster.observe.summary import SummarySink
 
         sinks = [ConsoleSink(), SummarySink()]
-    return run_here(prepared, sinks=list(sinks), elastic=elastic_range)
-
-
-def run_here(run: Prepared, *, sinks: list[Sink], elastic: ElasticRange | None = None) -> dict[str, Any]:
-    """Run on this machine to the end. Return the summary, or raise."""
     if elastic is not None:
         return run_restarting(run, elastic, sinks=sinks)
     return run_elastic(run, sinks=sinks) if run.plane == "elastic" else run_local(run, sinks=sinks)

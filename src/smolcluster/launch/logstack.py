@@ -21,7 +21,6 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from smolcluster.comm.addresses import dial_address, is_loopback
@@ -40,34 +39,21 @@ DEFAULTS = {
     "PROMETHEUS_PORT": "9090",
     "LOKI_BIND": "127.0.0.1",
 }
+_READY = {"loki": "/ready", "prometheus": "/-/ready", "grafana": "/api/health"}  # paths that answer 200 when it is
+_INSTRUCTIONS = """\
+Grafana     {grafana}   user admin, the password is in {env}
+Loki        {loki}
+Prometheus  {prometheus}
+
+smolcluster train --override logging.loki_url={loki}
+smolcluster train --override logging.prometheus_port=9464   (prometheus.yml there lists the scrape targets)
+
+smolcluster logs down   stops it and keeps the data"""
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """The addresses of the running services."""
-
-    folder: Path
-    grafana: str
-    loki: str
-    prometheus: str
-
-    def lines(self) -> list[str]:
-        """Return instructions for the user."""
-        return [
-            f"Grafana     {self.grafana}   user admin, the password is in {self.folder / '.env'}",
-            f"Loki        {self.loki}",
-            f"Prometheus  {self.prometheus}",
-            "",
-            f"smolcluster train --override logging.loki_url={self.loki}",
-            "smolcluster train --override logging.prometheus_port=9464   (prometheus.yml there lists the scrape targets)",
-            "",
-            "smolcluster logs down   stops it and keeps the data",
-        ]
-
-
-def data_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the default folder for the files."""
-    return user_folder("data", environ) / "logging"
+def data_folder() -> Path:
+    """Return the folder for the files."""
+    return user_folder("data") / "logging"
 
 
 @functools.cache
@@ -80,51 +66,42 @@ def packaged() -> Path:
     raise SmolclusterError("the files of the log stack are missing from this installation; reinstall smolcluster")
 
 
-def start(
-    folder: Path | None = None,
-    *,
-    settings: Mapping[str, str] | None = None,
-    ready_s: float = READY_S,
-    tell: Callable[[str], None] = print,
-) -> Stack:
-    """Write the files, start the containers, wait until they answer, and print how to use them.
-
-    `settings`: changes to `DEFAULTS`; they are kept for later starts.
-    """
-    folder = folder or data_folder()
-    compose = find_compose()
+def start(*, tell: Callable[[str], None]) -> None:
+    """Write the files, start the containers, wait until they answer, and print how to use them."""
+    folder, compose = data_folder(), find_compose()
     _check_docker()
-    environ = write_files(folder, settings or {})
+    environ = write_files(folder)
     if not is_loopback(environ["LOKI_BIND"]):
         tell(
             f"Loki listens on {environ['LOKI_BIND']} without a password: anyone who reaches it can read and write logs"
         )
     tell(f"starting Grafana, Loki and Prometheus from {folder}; the first time Docker pulls about 500 MB")
-    _run([*compose, "--project-name", PROJECT, "up", "--detach"], folder, environ)
-    stack = _stack(folder, environ)
-    _wait_until_ready(stack, compose, within_s=ready_s)
-    for line in stack.lines():
-        tell(line)
-    return stack
+    _run([*compose, "up", "--detach"], folder, environ)
+    urls = {
+        "loki": f"http://{dial_address(environ['LOKI_BIND'], int(environ['LOKI_PORT']))}",
+        "prometheus": f"http://127.0.0.1:{environ['PROMETHEUS_PORT']}",
+        "grafana": f"http://127.0.0.1:{environ['GRAFANA_PORT']}",
+    }
+    _wait_until_ready(urls, see=f"in {folder} see: {_shown([*compose, 'logs'])}")
+    tell(_INSTRUCTIONS.format(env=folder / ".env", **urls))
 
 
-def stop(folder: Path | None = None, *, remove_data: bool = False) -> None:
-    """Stop the containers. `remove_data`: delete their volumes, too."""
-    folder = folder or data_folder()
+def stop() -> None:
+    """Stop the containers."""
+    folder = data_folder()
     if not (folder / "docker-compose.yml").is_file():
         raise UserError(f"nothing was started from {folder}; smolcluster logs up starts it")
-    compose = find_compose()
-    _run([*compose, "--project-name", PROJECT, "down", *(["--volumes"] if remove_data else [])], folder, _read(folder))
+    _run([*find_compose(), "down"], folder, _read(folder))
 
 
 def find_compose() -> list[str]:
-    """Return `docker compose`, or the older `docker-compose`."""
-    docker = shutil.which("docker")
+    """Return `docker compose` for our project, or the older `docker-compose`."""
+    docker, project = shutil.which("docker"), ["--project-name", PROJECT]
     if docker is not None and _failure(docker, "compose", "version", within_s=30) is None:
-        return [docker, "compose"]
+        return [docker, "compose", *project]
     older = shutil.which("docker-compose")
     if older is not None:
-        return [older]
+        return [older, *project]
     if docker is not None:
         raise UserError(
             "docker is installed without docker compose; install the plugin: https://docs.docker.com/compose/install/"
@@ -152,7 +129,7 @@ def _failure(*command: str, within_s: float) -> str | None:
     return None if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["no output"])[-1]
 
 
-def write_files(folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
+def write_files(folder: Path) -> dict[str, str]:
     """Write the packaged files and `.env`. Return its contents. The password is generated once."""
     source = packaged()
     try:
@@ -165,7 +142,7 @@ def write_files(folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())
                 target.chmod(0o644)
-        environ = {"GRAFANA_PASSWORD": secrets.token_urlsafe(15)} | DEFAULTS | _read(folder) | dict(settings)
+        environ = {"GRAFANA_PASSWORD": secrets.token_urlsafe(15)} | DEFAULTS | _read(folder)
         for name, value in environ.items():
             if name.endswith("_PORT") and not (value.isdigit() and 0 < int(value) < 65536):
                 raise UserError(f"{folder / '.env'}: {name}={value} is not a port; give a number from 1 to 65535")
@@ -188,35 +165,20 @@ def _run(command: list[str], folder: Path, environ: Mapping[str, str]) -> None:
     """Run docker compose, which prints its progress on standard error."""
     status = subprocess.run(command, cwd=folder, env={**os.environ, **environ}, stdout=2, check=False)
     if status.returncode != 0:
-        name = " ".join([Path(command[0]).name, *command[1:]])
-        raise UserError(f"`{name}` in {folder} ended with status {status.returncode}; see its output above")
+        raise UserError(f"`{_shown(command)}` in {folder} ended with status {status.returncode}; see its output above")
 
 
-def _stack(folder: Path, environ: Mapping[str, str]) -> Stack:
-    return Stack(
-        folder,
-        grafana=f"http://127.0.0.1:{environ['GRAFANA_PORT']}",
-        loki=f"http://{dial_address(environ['LOKI_BIND'], int(environ['LOKI_PORT']))}",
-        prometheus=f"http://127.0.0.1:{environ['PROMETHEUS_PORT']}",
-    )
+def _shown(command: list[str]) -> str:
+    return " ".join([Path(command[0]).name, *command[1:]])
 
 
-def _wait_until_ready(stack: Stack, compose: list[str], *, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    waiting = {
-        "Loki": f"{stack.loki}/ready",
-        "Prometheus": f"{stack.prometheus}/-/ready",
-        "Grafana": f"{stack.grafana}/api/health",
-    }
-    while True:
-        waiting = {name: url for name, url in waiting.items() if not _answers(url)}
-        if not waiting:
-            return
+def _wait_until_ready(urls: Mapping[str, str], *, see: str) -> None:
+    """Wait until all services answer. `see`: where the user can find out why one does not."""
+    deadline, waiting = time.monotonic() + READY_S, list(urls)
+    while waiting := [name for name in waiting if not _answers(urls[name] + _READY[name])]:
         if time.monotonic() > deadline:
-            command = " ".join([Path(compose[0]).name, *compose[1:], "--project-name", PROJECT, "logs"])
-            raise SmolclusterError(
-                f"{' and '.join(waiting)} did not answer within {within_s:g} s; in {stack.folder} see: {command}"
-            )
+            names = " and ".join(name.capitalize() for name in waiting)
+            raise SmolclusterError(f"{names} did not answer within {READY_S:g} s; {see}")
         time.sleep(_LOOK_S)
 
 

@@ -17,7 +17,7 @@ import itertools
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,12 +83,12 @@ def parse_sizes(text: str) -> list[int]:
 
 def run_scaling(request: ScalingRequest, *, on_event: Callable[[str, Event | None], None]) -> Scaling:
     """Measure all sizes. `on_event` is called when a run begins (no event), and with its events."""
-    scaling, runs = plan(request)
+    scaling = plan(request)
     try:
         for repeat in range(request.repeats):
             for size in scaling.sizes[:: -1 if repeat % 2 else 1]:
                 if not size.reason:
-                    _measure(request, scaling, size, repeat, runs[size.workers], on_event)
+                    _measure(request, scaling, size, repeat, on_event)
         scaling.status = "finished"
     except (Interrupted, KeyboardInterrupt):
         scaling.status = "interrupted"
@@ -96,13 +96,13 @@ def run_scaling(request: ScalingRequest, *, on_event: Callable[[str, Event | Non
     return scaling
 
 
-def plan(request: ScalingRequest) -> tuple[Scaling, dict[int, dict[str, Any]]]:
+def plan(request: ScalingRequest) -> Scaling:
     """Plan every size: its shards and batch; sizes that cannot run get a reason. Raises UserError if none can."""
     base = request.prepared(request.sizes[0], "unused")
     config = base.config
     batch, name = config.training.batch_size or 1, config.strategy.name
     unit, units = processors(config.training.device)
-    sizes, runs = [], {}
+    sizes = []
     for workers in request.sizes:
         size = Size(workers=workers, shared=workers > units)
         try:
@@ -110,13 +110,12 @@ def plan(request: ScalingRequest) -> tuple[Scaling, dict[int, dict[str, Any]]]:
             name = run.config.strategy.name  # one worker may be `single` where more are not
             size.shards = data_shards(run)
             size.batch_size = batch_for(batch, workers, size.shards, weak=request.weak)
-            runs[workers] = {"training.batch_size": size.batch_size}
         except UserError as error:
             size.reason = str(error)
         sizes.append(size)
     if all(size.reason for size in sizes):
         raise UserError(sizes[0].reason)
-    scaling = Scaling(
+    return Scaling(
         title=f"{name}, {'weak' if request.weak else 'strong'} scaling on {platform.node()}",
         weak=request.weak,
         unit=unit,
@@ -132,7 +131,6 @@ def plan(request: ScalingRequest) -> tuple[Scaling, dict[int, dict[str, Any]]]:
             "repeats": request.repeats,
         },
     )
-    return scaling, runs
 
 
 def batch_for(batch: int, workers: int, shards: int, *, weak: bool) -> int:
@@ -190,14 +188,14 @@ def _measure(
     scaling: Scaling,
     size: Size,
     repeat: int,
-    changes: Mapping[str, Any],
     on_event: Callable[[str, Event | None], None],
 ) -> None:
     name = f"repeat {repeat + 1} of {request.repeats}, {size.workers} worker{'s' * (size.workers > 1)}"
     on_event(name, None)
     sink = RowCollector(lambda event: on_event(name, event))
     try:
-        run = request.prepared(size.workers, f"workers-{size.workers}-repeat-{repeat + 1}", **changes)
+        place = f"workers-{size.workers}-repeat-{repeat + 1}"
+        run = request.prepared(size.workers, place, **{"training.batch_size": size.batch_size})
         run_here(run, sinks=[sink])
         sample = sample_of(
             sink.rows, repeat=repeat + 1, warmup=request.warmup, global_batch=size.shards * size.batch_size

@@ -103,37 +103,20 @@ class Box:
         python = {"python": sys.executable}
         return {"address": self.address, "port": self.port, "folder": str(self.folder / "smol")} | python | said
 
+    def tmux(self, *words: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"TMUX_TMPDIR": str(self.folder)}
+        return subprocess.run(["tmux", *words], env=environment, capture_output=True, text=True, check=False)
+
     def panes(self, cluster: str) -> str:
         """What is on the screens of its tmux session."""
-        environment = os.environ | {"TMUX_TMPDIR": str(self.folder)}
-        listed = subprocess.run(
-            ["tmux", "list-panes", "-s", "-t", f"smolcluster-{cluster}", "-F", "#{pane_id}"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return "".join(
-            subprocess.run(
-                ["tmux", "capture-pane", "-p", "-J", "-S", "-200", "-t", pane],
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-            ).stdout
-            for pane in listed.stdout.split()
-        )
+        panes = self.tmux("list-panes", "-s", "-t", f"smolcluster-{cluster}", "-F", "#{pane_id}").stdout.split()
+        return "".join(self.tmux("capture-pane", "-p", "-J", "-S", "-200", "-t", pane).stdout for pane in panes)
 
     def windows(self, cluster: str) -> int:
-        environment = os.environ | {"TMUX_TMPDIR": str(self.folder)}
-        listed = subprocess.run(
-            ["tmux", "list-windows", "-t", f"smolcluster-{cluster}"], env=environment, capture_output=True, check=False
-        )
-        return len(listed.stdout.splitlines())
+        return len(self.tmux("list-windows", "-t", f"smolcluster-{cluster}").stdout.splitlines())
 
     def has_tmux(self) -> bool:
-        environment = os.environ | {"TMUX_TMPDIR": str(self.folder)}
-        return subprocess.run(["tmux", "ls"], env=environment, capture_output=True, check=False).returncode == 0
+        return self.tmux("ls").returncode == 0
 
 
 @dataclass
@@ -188,8 +171,7 @@ class Lab:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
         for box in self.boxes.values():  # screens stay when their processes have ended
-            environment = os.environ | {"TMUX_TMPDIR": str(box.folder)}
-            subprocess.run(["tmux", "kill-server"], env=environment, capture_output=True, check=False)
+            box.tmux("kill-server")
 
 
 def _cmdline_and_folder(pid: int) -> str:

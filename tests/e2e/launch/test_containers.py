@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +17,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.e2e.command import TINY, Process, Smol, children, read_rows, read_summary
-from tests.places import eventually
+from tests.e2e.command import GATED_GPT, TINY, Process, Smol, children, last_step, read_summary
+from tests.places import eventually, free_ports
 
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.engine.elastic.history import check, read
@@ -29,18 +28,6 @@ pytestmark = [
 ]
 PATIENCE_S = 120.0
 STEPS = 20
-# The small GPT; slow until somebody says go.
-TASKS = """
-import os, time
-from smolcluster.tasks.gpt import GPTTask
-
-
-class Gated(GPTTask):
-    def loss(self, model, batch):
-        if not os.path.exists(os.environ["GO"]):
-            time.sleep(0.2)
-        return super().loss(model, batch)
-"""
 SIZE = (*TINY, "training.eval_steps=0", "training.checkpoint_steps=5", "cluster.standby=false")
 
 
@@ -54,10 +41,8 @@ class Pods:
         (bin_folder / "smolcluster").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m smolcluster "$@"\n')
         (bin_folder / "smolcluster").chmod(0o755)
         self._path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
-        self._names: dict[str, str] = {}
-        for port in ("29500", "65432", "29400"):
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                self._names[port] = str(probe.getsockname()[1])
+        first = free_ports(3)
+        self._names = {port: str(first + n) for n, port in enumerate(("29500", "65432", "29400"))}
 
     def here(self, word: str) -> str:
         """A word of a container's command, in the terms of this machine."""
@@ -148,10 +133,6 @@ def written(smol: Smol, folder: Path, *words: str) -> str:
     return smol.run(*words, "--steps", str(STEPS), "--override", *SIZE, cwd=folder).ok().out
 
 
-def last_step(run_dir: Path) -> int:
-    return max((row["step"] for row in read_rows(run_dir)), default=0)
-
-
 def test_pods_of_ranks(smol: Smol, pods: Pods) -> None:
     kubernetes = Kubernetes(pods, written(smol, pods.folder, "k8s", "gpt", "--strategy", "allreduce", "--nodes", "2"))
     run_dir = pods.folder / "data/runs/gpt-allreduce"
@@ -168,7 +149,7 @@ def test_pods_of_ranks(smol: Smol, pods: Pods) -> None:
 @pytest.mark.slow
 def test_a_server_that_is_lost_with_its_pod(smol: Smol, pods: Pods) -> None:
     """Its workers wait for the next one, which goes on from the journal."""
-    (pods.folder / "tasks.py").write_text(TASKS, encoding="utf-8")
+    (pods.folder / "tasks.py").write_text(GATED_GPT, encoding="utf-8")
     task = f"{pods.folder}/tasks.py:Gated"  # a path of the image, as far as the command can know
     stream = written(smol, pods.folder, "k8s", task, "--strategy", "syncps", "--nodes", "2")
     kubernetes = Kubernetes(pods, stream, token=new_token())

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 from tests.e2e.command import TINY, Beside, Ended, Process, Running, Smol, children, read_rows, read_summary
-from tests.places import eventually, free_port
+from tests.places import at_most, eventually, free_port
 
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.launch.cluster import keeper
@@ -408,7 +408,7 @@ def test_a_run_that_is_cut_off_and_interrupted_ends_bitwise_as_if_nothing_had_ha
     running.process.kill()
     server.kill()
     running.process.wait()
-    eventually(lambda: not any(process.alive() for process in left), within_s=20, what="the workers to leave")
+    eventually(lambda: not any(process.alive() for process in left), within_s=at_most(20), what="the workers to leave")
     assert not list((run_dir / "checkpoints").glob("step-*"))
 
     running = smol.start("train", "--resume", run_dir, cwd=folder, env=never)

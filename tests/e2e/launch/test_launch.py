@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.command import TINY, Beside, Process, Running, Smol, children, read_rows, read_summary
-from tests.places import eventually, free_port
+from tests.places import at_most, eventually, free_port
 
 from smolcluster.comm.addresses import reach
 
@@ -25,8 +25,6 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lo
 
 STEPS = 120
 TASKS = '''
-import time
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -42,19 +40,6 @@ class Endless(Task):
 
     def loss(self, model, batch):
         return model(batch[0]).square().mean()
-
-
-class Stuck(Endless):
-    """Rank 1 does not come back from its third step."""
-
-    calls = 0
-
-    def loss(self, model, batch):
-        self.calls += 1
-        if self.calls == 3 and dist.get_rank() == 1:
-            open("stuck", "w").close()
-            time.sleep(600)
-        return super().loss(model, batch)
 
 
 class Cursed(Endless):
@@ -121,7 +106,7 @@ def test_a_killed_worker_ends_the_run_with_one_message(smol: Smol, folder: Path)
     wait_for_step(running, run_dir, 5, ranks=3)
     rank = random.randrange(3)
     workers[rank].kill()
-    ended = running.end(within_s=60)
+    ended = running.end(within_s=at_most(60))
 
     assert ended.status == 1
     assert f"worker rank {rank} failed: killed by SIGKILL" in ended.err
@@ -131,8 +116,7 @@ def test_a_killed_worker_ends_the_run_with_one_message(smol: Smol, folder: Path)
     assert "Traceback" not in ended.err
     all_gone(workers, within_s=100)
     summary = read_summary(run_dir)
-    assert summary["status"] == "failed"
-    assert summary["members_lost"] == 1
+    assert (summary["status"], summary["members_lost"], summary["world_size"]) == ("failed", 1, 3)
     assert summary["steps"] >= 5
     assert f"rank {rank}" in summary["error"]
 
@@ -161,7 +145,7 @@ def test_a_worker_that_is_stopped_is_named_and_goes_on_to_save_when_the_run_ends
     told = f"worker rank 1 is stopped and the others wait for it; resume it: kill -CONT {workers[1].pid}"
     running.until(lambda: told in running.output, what="a word of the worker that is stopped")
     running.process.send_signal(signal.SIGINT)
-    ended = running.end(within_s=20)
+    ended = running.end(within_s=at_most(20))
     assert ended.status == 130
     assert running.output.count("is stopped") == 1
     assert list((run_dir / "checkpoints").glob("step-*"))
@@ -174,7 +158,7 @@ def test_two_signals_at_once_are_one(smol: Smol, folder: Path) -> None:
     wait_for_step(running, run_dir, 3)
     for _ in range(2):
         running.process.send_signal(signal.SIGTERM)
-    ended = running.end(within_s=20)
+    ended = running.end(within_s=at_most(20))
     assert "nothing was saved" not in ended.err
     assert list((run_dir / "checkpoints").glob("step-*"))
 
@@ -235,31 +219,13 @@ def test_a_terminal_that_is_closed_ends_the_run_in_order(
     assert list((run_dir / "checkpoints").glob("step-*"))
 
 
-def test_the_second_interrupt_ends_even_a_worker_that_hangs(smol: Smol, folder: Path) -> None:
-    run_dir = folder / "runs" / "frozen"
-    running = smol.start("train", "tasks.py:Stuck", "--workers", "2", "--run-dir", run_dir, *FOREVER, cwd=folder)
-    workers = running.workers(2)
-    running.until(lambda: (folder / "stuck").exists(), what="the worker to hang")
-    running.process.send_signal(signal.SIGINT)
-    running.until(
-        lambda: "press Ctrl-C again to exit at once" in running.output, what="the answer to the first interrupt"
-    )
-    assert all(worker.alive() for worker in workers)
-    running.process.send_signal(signal.SIGINT)
-    ended = running.end(within_s=30)
-    assert ended.status == 130
-    assert ended.err == "smolcluster: interrupted; nothing was saved\n"
-    all_gone(workers, within_s=100)
-    assert read_summary(run_dir)["status"] == "interrupted"
-
-
 def test_workers_leave_when_the_launcher_is_killed(smol: Smol, folder: Path) -> None:
     run_dir = folder / "runs" / "orphans"
     running = smol.start("train", "tasks.py:Endless", "--workers", "2", "--run-dir", run_dir, *FOREVER, cwd=folder)
     workers = running.workers(2)
     wait_for_step(running, run_dir, 5, ranks=2)
     running.process.kill()
-    all_gone(workers, within_s=30)
+    all_gone(workers, within_s=at_most(30))
     # They saved before they left, so nothing is lost.
     assert list((run_dir / "checkpoints").glob("step-*"))
 
@@ -289,14 +255,14 @@ def test_a_rank_that_waits_for_the_others_can_be_interrupted(smol: Smol, folder:
 
     eventually(answered, what="the answer to the first interrupt")
     running.process.send_signal(signal.SIGINT)
-    assert running.end(within_s=60).status == 130
+    assert running.end(within_s=at_most(60)).status == 130
 
 
 def test_a_rank_that_waits_for_rank_0_says_so_and_can_be_interrupted(smol: Smol, folder: Path) -> None:
     running = by_hand(smol, folder, "nobody", 1, free_port())
     running.until(lambda: "waiting for rank 0 at 127.0.0.1:" in running.output, what="a word of what it waits for")
     running.process.send_signal(signal.SIGINT)
-    ended = running.end(within_s=60)
+    ended = running.end(within_s=at_most(60))
     assert ended.status == 130
     assert "Traceback" not in ended.err
     assert "c10d" not in ended.err
@@ -312,7 +278,7 @@ def test_two_ranks_of_one_number_are_told(smol: Smol, folder: Path) -> None:
     assert ended.status == 2
     assert "rank 1 was started twice" in ended.err
     first.process.send_signal(signal.SIGINT)
-    assert first.end(within_s=20).status == 130
+    assert first.end(within_s=at_most(20)).status == 130
 
 
 def test_a_rank_whose_peer_is_killed_says_so(smol: Smol, folder: Path) -> None:
@@ -321,7 +287,7 @@ def test_a_rank_whose_peer_is_killed_says_so(smol: Smol, folder: Path) -> None:
     run_dir = folder / "runs" / "widow"
     wait_for_step(ranks[0], run_dir, 3, ranks=2)
     ranks[1].process.kill()
-    ended = ranks[0].end(within_s=30)
+    ended = ranks[0].end(within_s=at_most(30))
     assert ended.status == 1
     assert ended.err.startswith("smolcluster: rank 0 failed: lost another rank: ")
     assert ended.err.count("\n") == 1
@@ -384,7 +350,7 @@ def kill_everything(running: Running, run_dir: Path, *, workers: int, after: int
     for process in processes:
         process.kill()
     running.process.wait()
-    all_gone(processes, within_s=30)
+    all_gone(processes, within_s=at_most(30))
 
 
 def newest_step(run_dir: Path) -> int:
@@ -446,7 +412,7 @@ def interrupt_early(smol: Smol, folder: Path) -> None:
     running = smol.start(*command, cwd=folder, group=True)
     workers = running.workers(1)
     os.killpg(running.process.pid, signal.SIGINT)
-    ended = running.end(within_s=30)
+    ended = running.end(within_s=at_most(30))
     assert ended.status == 130
     assert "continue with: smolcluster train --resume" in ended.err
     all_gone(workers, within_s=100)

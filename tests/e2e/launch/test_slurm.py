@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.e2e.command import TINY, Smol, read_rows, read_summary
+from tests.e2e.command import GATED_GPT, TINY, Smol, last_step, read_rows, read_summary
 from tests.places import eventually, free_ports
 
 from smolcluster.engine.elastic.history import check, read
@@ -60,18 +60,6 @@ ReturnToService=2
 KillWait=60
 NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000 State=UNKNOWN
 PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP
-"""
-# The small GPT; slow until somebody says go, so that a test can do what it likes in the middle of a run.
-TASKS = """
-import os, time
-from smolcluster.tasks.gpt import GPTTask
-
-
-class Gated(GPTTask):
-    def loss(self, model, batch):
-        if not os.path.exists(os.environ["GO"]):
-            time.sleep(0.2)
-        return super().loss(model, batch)
 """
 
 
@@ -133,7 +121,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Clu
     munge = ["--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
     munge += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")]
     cluster = Cluster(env, folder)
-    (folder / "tasks.py").write_text(TASKS, encoding="utf-8")
+    (folder / "tasks.py").write_text(GATED_GPT, encoding="utf-8")
     with contextlib.ExitStack() as stack:
         stack.enter_context(daemon(folder, env, "munged", *munge))
         eventually((folder / "munge.socket").exists, what="munged")
@@ -185,10 +173,6 @@ def submit(smol: Smol, slurm: Cluster, name: str, strategy: str) -> str:
 def gate(slurm: Cluster, *, open: bool) -> None:
     go = Path(slurm.env["GO"])
     go.touch() if open else go.unlink(missing_ok=True)
-
-
-def last_step(run_dir: Path) -> int:
-    return max((row["step"] for row in read_rows(run_dir)), default=0)
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,24 @@ AT_ONCE = {
     "port of no rank": case("train --master-port 29500", "--master-port need --rank"),
     "impossible port": case("train --rank 0 --world-size 2 --master-port 70000", "--master-port", "65535"),
     "strange environment": case("train", "RANK='first'", "not a number", RANK="first", WORLD_SIZE="2"),
+    "impossible port in the environment": case(
+        "train",
+        "port 99999999 (MASTER_PORT) is not between 1 and 65535",
+        RANK="0",
+        WORLD_SIZE="2",
+        MASTER_PORT="99999999",
+    ),
+    "elastic twice": case("train --strategy edp --workers 2 --elastic 1:2", "leave out --elastic"),
+    "nothing to restart from": case("train --workers 2 --elastic 1:2 --save-interval 0", "--save-interval 100"),
+    "workers beyond the most": case("train --workers 4 --elastic 3:3", "at most 3 workers take part"),
+    "sizes that are none": case("bench scaling --workers two", "--workers 'two': give a number, or several"),
+    "bench under torchrun": case("bench scaling", "run it without torchrun", WORLD_SIZE="2"),
+    "a model that cannot be built": case(
+        f"plan --memory gpt --hidden-size {2**62} --strategy single", "cannot be built, even on the meta device"
+    ),
+    "export of no run": case(
+        "export runs/lama out", "there is no run at runs/lama; name a run directory, or a checkpoint folder inside one"
+    ),
     "name that cannot be": case("train --elastic 1:2 --rdzv-endpoint a..b:29400", "a..b:29400", "not HOST:PORT"),
     "nccl and no nccl": case("train --backend nccl --no-nccl", "contradict each other"),
     "two numbers of workers": case("train --workers 2 --world-size 3", "--workers 2 and --world-size 3 contradict"),

@@ -44,15 +44,3 @@ def test_an_interrupt_leaves_what_there_is(smol: Smol, tmp_path: Path) -> None:
     ended = running.end()
     assert (ended.status, "interrupted" in ended.err) == (130, True)
     assert json.loads((tmp_path / "here" / "scaling.json").read_text())["status"] == "interrupted"
-
-
-def test_wrong_input_is_refused(smol: Smol, tmp_path: Path) -> None:
-    for arguments, says in (
-        (("--workers", "two"), "--workers 'two': give a number, or several"),
-        (("--strategy", "nosuch", "--workers", "1"), "unknown strategy 'nosuch'"),
-        (("--repeats", "0"), "repeats"),
-    ):
-        ended = smol.run("bench", "scaling", "gpt", *arguments, cwd=tmp_path)
-        assert (ended.status, says in ended.err) == (2, True), ended.err
-    ended = smol.run("bench", "scaling", cwd=tmp_path, env={"WORLD_SIZE": "2"})
-    assert (ended.status, "without torchrun" in ended.err) == (2, True)

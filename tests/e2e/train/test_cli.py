@@ -24,7 +24,8 @@ from tests.world import TASKS
 
 STEPS = 8
 COMMANDS = ["", "train", "strategies", "export", "config", "config check", "config show", "config schema"]
-COMMANDS += ["bench", "bench scaling", "server", "worker"]
+COMMANDS += ["bench", "bench scaling", "server", "worker", "slurm", "k8s", "compose"]
+COMMANDS += ["token", *(f"token {name}" for name in ("new", "add", "show", "list", "rotate", "revoke"))]
 ROW = (
     *("step", "rank", "role", "host", "time", "loss", "lr", "grad_norm", "samples", "tokens", "tokens_per_s"),
     *("step_time_s", "compute_s", "comm_s", "bytes_sent", "bytes_received", "staleness"),

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.e2e.command import TINY, Ended, Smol
+from tests.e2e.command import TINY, Ended, Smol, run_here
 
-from smolcluster.cli import main
 from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 from smolcluster.models.hugging_face import load
 
@@ -30,18 +29,14 @@ def folder(smol: Smol, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Here:
-    """The command in this process: to import torch for every wrong input would take most of the time."""
+    """The command in this process, in a folder."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.chdir(folder)
         self._capsys = capsys
 
     def export(self, *arguments: str | Path) -> Ended:
-        with pytest.raises(SystemExit) as ended:
-            main(["export", *map(str, arguments)])
-        out, err = self._capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return Ended(ended.value.code, out, err)
+        return run_here(self._capsys, "export", *arguments)
 
     def refused(self, *arguments: str | Path) -> str:
         """The one line that a wrong input gets."""
@@ -171,14 +166,6 @@ def test_runs_without_a_model_to_export(here: Here, folder: Path, tmp_path: Path
     assert "the nearest is LlamaForCausalLM, but for norm layernorm" in with_change("norm: rmsnorm", "norm: layernorm")
     assert "missing: blocks.1.attention_norm.weight" in with_change("num_layers: 1", "num_layers: 2")
     assert "a model of your own (my.py:Task)" in with_change("task: null", "task: my.py:Task")
-
-
-def test_the_real_command_refuses_too(smol: Smol, folder: Path) -> None:
-    ended = smol.run("export", "runs/lama", "out", cwd=folder)
-    assert (ended.status, ended.out) == (2, "")
-    assert ended.err == (
-        "smolcluster: there is no run at runs/lama; name a run directory, or a checkpoint folder inside one\n"
-    )
 
 
 def test_the_help_and_the_page_agree(smol: Smol, tmp_path: Path) -> None:

@@ -26,13 +26,6 @@ def test_a_table_and_what_to_take(smol: Smol, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
 
-def test_a_model_that_no_machine_could_number(smol: Smol, tmp_path: Path) -> None:
-    ended = smol.run("plan", "--memory", "gpt", "--hidden-size", str(2**62), "--strategy", "single", cwd=tmp_path)
-    assert ended.status == 2
-    assert "the model cannot be built, even on the meta device" in ended.err
-    assert ended.err.count("\n") == 1
-
-
 def test_json_and_too_little_room(smol: Smol, tmp_path: Path) -> None:
     said = ("plan", "--memory", "gpt", "--nodes", "a,b", "--strategy", "edp", "--limit", "300.1MB", "--json")
     plan = json.loads(smol.run(*said, "--override", *TINY, cwd=tmp_path).ok().out)

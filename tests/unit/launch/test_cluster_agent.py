@@ -304,7 +304,7 @@ def test_a_python_in_the_users_home_is_found(tmp_path: Path, monkeypatch: pytest
 
     async def local() -> list[int]:
         machine = ClusterMachine(name="here", address="local", folder=str(tmp_path), python="~/venv/python")
-        found: dict[str, Any] = await host.Host(machine, None).call("look", folder=str(tmp_path), name="lab")
+        found: dict[str, Any] = await host.Host(machine, None).call("inspect", name="lab")
         version: list[int] = found["python"]
         return version
 
@@ -428,7 +428,7 @@ def test_a_keeper_goes_on_when_its_folder_is_gone(tmp_path: Path, monkeypatch: p
 
 def test_the_users_path_comes_after_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_start_keeper", lambda *_, **__: None)
-    process = {"name": "w", "arguments": [], "again": [], "restart": True, "environment": {"PYTHONPATH": "/theirs"}}
+    process = SEAT | {"environment": {"PYTHONPATH": "/theirs"}}
     processes.begin(str(tmp_path), "lab", "m")
     processes.start(str(tmp_path), "lab", [process], "python3", "c0", "p", False, "m")
     order = json.loads((tmp_path / "clusters/lab/processes/w/order.json").read_text())
@@ -486,32 +486,60 @@ def test_a_connection_that_asyncssh_loses_is_a_lost_connection() -> None:
     assert asyncio.run(stream.stderr()) == ""
 
 
-def test_a_refused_up_leaves_the_record_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost_in", ["line", "send"])
+def test_a_connection_that_is_lost_before_the_agent_starts_is_the_machines_problem(lost_in: str) -> None:
+    """`logs -f` reconnects after it, as after any loss."""
+
+    class Dead:
+        async def line(self) -> bytes:
+            return self._answer("line", b"%d %d %d %d\n" % (*sys.version_info[:3], sys.hexversion))
+
+        async def send(self, _: bytes) -> None:
+            self._answer("send", b"")
+
+        def _answer(self, name: str, answer: bytes) -> bytes:
+            if name == lost_in:
+                raise ConnectionResetError("the connection was lost")
+            return answer
+
+    class Machine(host.Host):
+        async def _run(self, python: str) -> Any:
+            return Dead()
+
+    async def call() -> None:
+        await Machine(ClusterMachine(name="pi5", address="pi5"), None).call("inspect")
+
+    with pytest.raises(HostError, match="pi5: the agent cannot be started: the connection was lost") as lost:
+        asyncio.run(call())
+    assert lost.value.layer == "route"
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    record.state_folder().mkdir(parents=True)
+    return record.state_folder()
+
+
+def test_a_refused_up_leaves_the_record_as_it_was(records: Path) -> None:
     for number, name in enumerate(("a", "b")):
-        record.save_record({"name": name, "run": f"run-{name}", "seats": []}, tmp_path)
-        os.utime(tmp_path / f"{name}.json", (number, number))
-    former = record.read_raw("a", tmp_path)
-    record.save_record({"name": "a", "run": "another"}, tmp_path)
-    record.restore_record("a", former, tmp_path)
-    assert record.load_record("a", tmp_path)["run"] == "run-a"
-    assert record.load_record(None, tmp_path)["name"] == "b"
-    record.save_record({"name": "c", "run": "new"}, tmp_path)
-    record.restore_record("c", None, tmp_path)
-    assert record.load_record(None, tmp_path)["name"] == "b"
+        record.save_record({"name": name, "run": f"run-{name}", "seats": []})
+        os.utime(records / f"{name}.json", (number, number))
+    former = record.read_raw("a")
+    record.save_record({"name": "a", "run": "another"})
+    record.restore_record("a", former)
+    assert record.load_record("a")["run"] == "run-a"
+    assert record.load_record(None)["name"] == "b"
+    record.save_record({"name": "c", "run": "new"})
+    record.restore_record("c", None)
+    assert record.load_record(None)["name"] == "b"
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{"])
-def test_a_record_that_is_none_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "a.json").write_text(text)
+def test_a_record_that_is_none_is_named(records: Path, text: str) -> None:
+    (records / "a.json").write_text(text)
     with pytest.raises(UserError, match=r"a\.json cannot be read"):
-        record.load_record("a", tmp_path)
-
-
-@pytest.mark.parametrize("place", ["../x.log", "/x.log", "/etc/x.log", "logs/../../x.log", "logs/x", "a/b/c.log"])
-def test_a_machine_writes_nothing_outside_its_mirror(tmp_path: Path, place: str) -> None:
-    with pytest.raises(HostError, match="is not a file of a run"):
-        put(tmp_path / "mirror", {"file": place, "data": ""})
-    assert list(tmp_path.iterdir()) == []
+        record.load_record("a")
 
 
 # Keys of machines, and our own
@@ -541,22 +569,17 @@ def refused(**said: Any) -> HostError:
     return caught.value
 
 
-@pytest.mark.parametrize("end", [b"", b"\n"])
-def test_a_key_that_is_taken_leaves_the_line_before_as_it_was(known_hosts: Path, end: bytes) -> None:
-    old, new = new_key(), new_key()
-    known_hosts.write_bytes(line_of("old", old) + end)
+@pytest.mark.parametrize("before", [None, b"", b"\n"], ids=["no file", "a line without its end", "a line"])
+def test_a_key_that_is_taken_leaves_the_line_before_as_it_was(known_hosts: Path, before: bytes | None) -> None:
+    old, new = line_of("old", new_key()), new_key()
+    if before is not None:
+        known_hosts.write_bytes(old + before)
     known = host.KnownHosts(accept_new=True)
     assert known._judge("new", "10.0.0.9", 22, new)
+    assert known._judge("new", "10.0.0.9", 2222, new)
     known.remember()
-    assert known_hosts.read_bytes() == line_of("old", old) + b"\n" + line_of("new", new) + b"\n"
-
-
-def test_the_first_key_that_is_taken_makes_the_file(known_hosts: Path) -> None:
-    key = new_key()
-    known = host.KnownHosts(accept_new=True)
-    assert known._judge("new", "10.0.0.9", 2222, key)
-    known.remember()
-    assert known_hosts.read_bytes() == line_of("[new]:2222", key) + b"\n"
+    lines = [line_of("new", new), line_of("[new]:2222", new)]
+    assert known_hosts.read_bytes().splitlines() == ([] if before is None else [old]) + lines
 
 
 def test_a_line_that_means_nothing_is_left_out_and_told_once(
@@ -579,7 +602,7 @@ def test_a_file_of_known_hosts_that_cannot_be_read_is_explained(known_hosts: Pat
     new_key()
     known_hosts.mkdir()
     error = refused()
-    assert error.layer == "host key"
+    assert error.layer == "ssh"
     assert str(error).startswith(f"pi5: {known_hosts} cannot be read: Is a directory; ")
 
 
@@ -591,7 +614,7 @@ def test_a_key_that_cannot_be_read_is_not_a_machine_that_is_away(known_hosts: Pa
         ("~nobody-we-know/key", "the key ~nobody-we-know/key does not exist"),
     ):
         error = refused(key=key)
-        assert (error.layer, str(error)) == ("login", f"pi5: {what}; check hosts.pi5.key")
+        assert (error.layer, str(error)) == ("ssh", f"pi5: {what}; check hosts.pi5.key")
 
 
 # Secrets
@@ -652,6 +675,10 @@ def test_what_a_machine_keeps_is_its_users_alone(tmp_path: Path) -> None:
     [
         ({}, "is not a file of a run"),
         ({"file": 7, "data": ""}, "is not a file of a run"),
+        *(
+            ({"file": place, "data": ""}, "is not a file of a run")
+            for place in ("../x.log", "/x.log", "/etc/x.log", "logs/../../x.log", "logs/x", "a/b/c.log")
+        ),
         ({"file": "metrics.jsonl"}, "cannot be read"),
         ({"file": "metrics.jsonl", "data": None, "at": 0}, "cannot be read"),
         ({"file": "metrics.jsonl", "data": "%%%", "at": 0}, "cannot be read"),
@@ -662,10 +689,15 @@ def test_what_a_machine_keeps_is_its_users_alone(tmp_path: Path) -> None:
         ({"file": "metrics.jsonl", "data": "YQ==", "at": None}, "so the offset None is invalid"),
     ],
 )
-def test_a_machine_cannot_write_beyond_what_a_mirror_has(tmp_path: Path, told: dict[str, Any], words: str) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b"abc")
+def test_a_machine_writes_nothing_outside_its_mirror_or_beyond_what_it_has(
+    tmp_path: Path, told: dict[str, Any], words: str
+) -> None:
+    file = tmp_path / "mirror" / "metrics.jsonl"
+    file.parent.mkdir()
+    file.write_bytes(b"abc")
     with pytest.raises(HostError, match=words):
-        put(tmp_path, told)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b"abc"
-    put(tmp_path, {"file": "metrics.jsonl", "data": "ZA==", "at": 2})
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b"abd"
+        put(file.parent, told)
+    assert file.read_bytes() == b"abc"
+    put(file.parent, {"file": "metrics.jsonl", "data": "ZA==", "at": 2})
+    assert file.read_bytes() == b"abd"
+    assert [*tmp_path.iterdir(), *file.parent.iterdir()] == [file.parent, file]

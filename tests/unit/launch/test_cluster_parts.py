@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.e2e.command import run_here
 from tests.places import eventually
 
-from smolcluster.cli import main
 from smolcluster.cli.cluster import _given
 from smolcluster.cli.down import down
 from smolcluster.cli.logs import logs
@@ -28,7 +28,7 @@ from smolcluster.cli.status import status, table
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import LinkConfig
-from smolcluster.errors import MissingExtra, UserError
+from smolcluster.errors import UserError
 from smolcluster.launch.cluster import control, inventory, keeper
 from smolcluster.launch.cluster.archive import PackedFiles, pack_package, pack_user_files, requirements
 from smolcluster.launch.cluster.control import Deployment, problems_of
@@ -47,7 +47,6 @@ from smolcluster.launch.cluster.links import find_path
 from smolcluster.launch.cluster.mirror import mirrored
 from smolcluster.launch.cluster.record import load_record, save_record, state_folder
 from smolcluster.launch.cluster.request import UpArguments, known_cluster, read_cluster, requirements_of, token_for
-from smolcluster.launch.join.discovery import announced, find_offers
 
 ROOT = Path(__file__).parents[3]
 KEEPER = Path(keeper.__file__)
@@ -196,19 +195,20 @@ def test_another_run_keeps_everything_else(tmp_path: Path) -> None:
     assert other.processes[1].arguments[:-2] == layout.processes[1].arguments[:-2]
 
 
-def test_a_record_is_read_again(tmp_path: Path) -> None:
+def test_a_record_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(UserError, match="no cluster was started"):
+        load_record(None)
     layout = laid_out(
         "hosts: {a: 10.0.0.1, b: {address: 10.0.0.2, environment: {SECRET: x}}}\nstrategy: edp\n", tmp_path
     )
-    save_record(as_record(layout), tmp_path / "state")
-    assert "SECRET" not in (tmp_path / "state" / "lab.json").read_text()
-    known = from_record(load_record(None, tmp_path / "state"))
+    save_record(as_record(layout))
+    assert "SECRET" not in (state_folder() / "lab.json").read_text()
+    known = from_record(load_record(None))
     assert known.hosts == {"server": "a", "worker-0": "a", "worker-1": "b"}
     assert known.machines["b"].address == "10.0.0.2"
     with pytest.raises(UserError, match="unknown cluster 'lob'; did you mean 'lab'"):
-        load_record("lob", tmp_path / "state")
-    with pytest.raises(UserError, match="no cluster was started"):
-        load_record(None, tmp_path / "none")
+        load_record("lob")
     for wrong in ({}, {"name": "x", "run": "r", "machines": 5, "seats": []}):
         with pytest.raises(ValueError, match="not the record"):
             from_record(wrong)
@@ -535,42 +535,24 @@ def test_this_machine_alone_needs_no_address(monkeypatch: pytest.MonkeyPatch, tm
     assert laid_out(alone, tmp_path).listens[0] == "127.0.0.1"
 
 
-def init(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["cluster", "init", *words])
-    assert ended.value.code == 2
-    return capsys.readouterr().err
-
-
 def test_init_says_what_it_cannot_read_or_write(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def init(*words: str) -> str:
+        ended = run_here(capsys, "cluster", "init", *words)
+        assert ended.status == 2
+        return ended.err
+
     monkeypatch.chdir(tmp_path)
-    assert "--ssh-config gone: no such file" in init("--ssh-config", "gone", capsys=capsys)
-    assert "no folder gone; choose another" in init("--out", "gone/cluster.yaml", capsys=capsys)
+    assert "--ssh-config gone: no such file" in init("--ssh-config", "gone")
+    assert "no folder gone; choose another" in init("--out", "gone/cluster.yaml")
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(inventory, "find_machines", lambda *_, **__: [])
     monkeypatch.setattr(Path, "write_text", full)
-    assert "cannot write cluster.yaml: No space left on device; choose another with --out" in init(capsys=capsys)
-
-
-def test_without_zeroconf_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zeroconf", None)
-    with pytest.raises(MissingExtra, match=r"smolcluster\[launch\]"):
-        find_offers()
-    with pytest.raises(MissingExtra, match=r"smolcluster\[launch\]"), announced("a", 1, addresses=[], system=""):
-        pass
-
-
-@pytest.mark.parametrize("address", ["192.0.2.7", "pi5.local", "1.2.3"])
-def test_a_machine_offers_itself_at_an_address_that_it_has(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["join", "pi5", "--address", address])
-    assert ended.value.code == 2
-    assert f"--address {address} is not an address of this machine; it has " in capsys.readouterr().err
+    assert "cannot write cluster.yaml: No space left on device; choose another with --out" in init()
 
 
 # What the commands say
@@ -614,10 +596,8 @@ def test_a_stopped_process_advises_what_was_typed_here() -> None:
 
 
 def dry(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["up", "--dry-run", *words])
-    said = capsys.readouterr()
-    return said.out if ended.value.code == 0 else said.err
+    ended = run_here(capsys, "up", "--dry-run", *words)
+    return ended.out if ended.status == 0 else ended.err
 
 
 def test_to_go_on_nothing_need_be_said_again(
@@ -698,7 +678,7 @@ class Written:
     async def agent(self) -> AsyncIterator[Any]:
         yield self
 
-    async def call(self, op: str, *, folder: str, place: str) -> str | list[str] | None:
+    async def call(self, op: str, *, place: str) -> str | list[str] | None:
         text = self.files.get(Path(place).stem)
         return (text or "").splitlines() if op == "tail" else text
 
@@ -772,7 +752,9 @@ def test_logs_of_the_others_are_shown_when_a_machine_is_away(
     assert logs("pi5", lines=20) == 0
 
 
-def test_a_cluster_is_checked_for_what_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_is_checked_for_what_will_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """For a file of the documents: the strategy decides who listens where."""
     path = tmp_path / "lab.yaml"
     path.write_text("host_ip: {mini1: 10.0.0.1, pi5: 10.0.0.1}\nserver: mini1\nworkers: [pi5]\n")
@@ -784,9 +766,7 @@ def test_a_cluster_is_checked_for_what_will_run(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("smolcluster.launch.doctor.cluster.examine", examine)
     for words in (["gpt", "--strategy", "edp"], ["--strategy", "edp", "--override", "cluster.port=7000"], []):
-        with pytest.raises(SystemExit) as ended:
-            main(["cluster", "check", str(path), *words])
-        assert ended.value.code == 0
+        run_here(capsys, "cluster", "check", path, *words).ok()
     places = [(layout.lead.host, layout.listens[1]) for layout in seen]
     assert places == [("mini1", 65432), ("mini1", 7000), ("pi5", 29500)]
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -20,12 +21,13 @@ from smolcluster.comm.elastic.transport.api import Handler, Head, Link, Message
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
+from smolcluster.launch.cluster.agent.base import run_briefly
+from smolcluster.launch.cluster.agent.machine import layer_of
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.links import NetworkPath, Route
 from smolcluster.launch.doctor import cluster, machine
 from smolcluster.launch.doctor import server as remote
 from smolcluster.launch.doctor.layers import TROUBLES, Finding, Layer, Verdict
-from smolcluster.launch.doctor.server import classify
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,14 +52,21 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert set(found) >= {Layer.DISK, Layer.NAME, Layer.GPU, Layer.MDNS}
 
 
-def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+TORCH_WITHOUT_GPU = 'print(\'{"version": "2", "built_for": "12", "cuda": [], "mps": false}\')'
+
+
+@pytest.fixture
+def nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A tool of this machine, whose script a test writes."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    tool.chmod(0o755)
+    tool.touch(mode=0o755)
     monkeypatch.setattr(machine.shutil, "which", lambda name: str(tool) if name == "nvidia-smi" else None)
-    monkeypatch.setattr(
-        machine, "_ASK_TORCH", 'print(\'{"version": "2", "built_for": "12", "cuda": [], "mps": false}\')'
-    )
+    monkeypatch.setattr(machine, "_ASK_TORCH", TORCH_WITHOUT_GPU)
+    return tool
+
+
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, nvidia_smi: Path) -> None:
+    nvidia_smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
     gpu = next(finding for finding in machine._torch_and_gpu() if finding.layer is Layer.GPU)
     assert gpu.verdict is Verdict.BAD
     assert "version mismatch" in gpu.what
@@ -67,22 +76,19 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "libcudnn" in torch.what
 
 
-def test_a_driver_that_is_stuck_does_not_hold_up_the_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nexec sleep 60\n")
-    tool.chmod(0o755)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: str(tool) if name == "nvidia-smi" else None)
-    monkeypatch.setattr(machine, "ANSWER_S", 0.5)
-    monkeypatch.setattr(machine, "_ASK_TORCH", "import time; time.sleep(60)")
+def test_a_driver_that_is_stuck_does_not_hold_up_the_doctor(monkeypatch: pytest.MonkeyPatch, nvidia_smi: Path) -> None:
+    def stuck(program: str, *arguments: str, **_: float) -> Any:
+        return None if program in stuck_programs else run_briefly(program, *arguments, within_s=120)
+
+    monkeypatch.setattr(machine, "run_briefly", stuck)
+    stuck_programs = [sys.executable]
     (gpu,) = machine._torch_and_gpu()
     assert (gpu.layer, gpu.verdict) == (Layer.GPU, Verdict.BAD)
-    monkeypatch.setattr(machine, "ANSWER_S", 3.0)
-    monkeypatch.setattr(
-        machine, "_ASK_TORCH", 'print(\'{"version": "2", "built_for": "12", "cuda": [], "mps": false}\')'
-    )
+    stuck_programs = [str(nvidia_smi)]
     gpu = next(finding for finding in machine._torch_and_gpu() if finding.layer is Layer.GPU)
     assert gpu.verdict is Verdict.BAD
     assert "nvidia-smi fails: no answer" in gpu.what
+    assert run_briefly(sys.executable, "-c", "import time; time.sleep(600)", within_s=0.1) is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +102,7 @@ def test_a_driver_that_is_stuck_does_not_hold_up_the_doctor(monkeypatch: pytest.
     ],
 )
 def test_how_a_connection_fails_names_the_layer(error: OSError, layer: Layer) -> None:
-    assert classify(error) is layer
+    assert Layer(layer_of(error)) is layer
 
 
 def test_a_server_that_is_not_there() -> None:
@@ -236,10 +242,9 @@ def test_a_port_may_be_left_out(said: str, place: tuple[str, int]) -> None:
 @pytest.mark.parametrize(
     ("error", "layer", "mend"),
     [
-        (HostError("pi5", "ssh to pi5 failed: Connection lost", layer="login"), Layer.SSH, "ssh -v pi5"),
-        (HostError("pi5", "no answer to 'look': killed", layer="route"), Layer.ROUTE, "check that it is on"),
-        (HostError("pi5", "Permission denied (/root)", layer="machine"), Layer.SSH, ""),
-        (HostError("pi5", "the host key has CHANGED", "ssh-keygen -R pi5", layer="host key"), Layer.SSH, "ssh-keygen"),
+        (HostError("pi5", "no answer to 'inspect': killed", layer="route"), Layer.ROUTE, "check that it is on"),
+        (HostError("pi5", "Permission denied (/root)"), Layer.SSH, ""),
+        (HostError("pi5", "the host key has CHANGED", "ssh-keygen -R pi5"), Layer.SSH, "ssh-keygen"),
     ],
 )
 def test_a_machine_gets_the_remedy_for_what_it_has(error: HostError, layer: Layer, mend: str) -> None:
@@ -266,15 +271,15 @@ def test_the_command_says_what_and_how_to_mend_it(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("knock", "layer", "mend"),
+    ("probe", "layer", "mend"),
     [
-        ({"ok": False, "kind": "silent", "words": "no answer in 5 s"}, Layer.FIREWALL, "ip route add"),
-        ({"ok": False, "kind": "route", "words": "unreachable"}, Layer.ROUTE, "ip route add"),
-        ({"ok": False, "kind": "refused", "words": "connection refused"}, Layer.PORT, "--bind"),
-        (HostError("pi4", "no Python there", "install one", layer="python"), Layer.PYTHON, "install one"),
+        ({"layer": "firewall", "problem": "no answer in 5 s"}, Layer.FIREWALL, "ip route add"),
+        ({"layer": "route", "problem": "unreachable"}, Layer.ROUTE, "ip route add"),
+        ({"layer": "port", "problem": "Connection refused"}, Layer.PORT, "--bind"),
+        (HostError("pi4", "no Python there", "install one", layer="Python"), Layer.PYTHON, "install one"),
     ],
 )
-def test_routes_are_for_those_who_do_not_arrive(knock: Any, layer: Layer, mend: str) -> None:
+def test_routes_are_for_those_who_do_not_arrive(probe: Any, layer: Layer, mend: str) -> None:
     """One who is refused has come all the way, through the machine between."""
 
     class Fake:
@@ -289,9 +294,9 @@ def test_routes_are_for_those_who_do_not_arrive(knock: Any, layer: Layer, mend: 
             yield {"listening": True}
 
         async def call(self, op: str, **said: Any) -> Any:
-            if isinstance(knock, Exception):
-                raise knock
-            return knock
+            if isinstance(probe, Exception):
+                raise probe
+            return probe
 
     route = Route("pi4", "10.10.0.0/24", "192.168.51.2")
     layout: Any = SimpleNamespace(

@@ -8,14 +8,12 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.unit.samples import logged, spec_of
-from tests.unit.story import Script, Story, recorded
+from tests.unit.story import ROOT, Script, Story, recorded, use_scripted_processes
 
 from smolcluster.comm.addresses import dial_address
 from smolcluster.config import dump, load_config, resolve
@@ -31,16 +29,12 @@ from smolcluster.launch.prepare import Prepared, choose_plane, prepare
 from smolcluster.observe.events import Event, RunFinished, StepLogged
 from smolcluster.stopping import stop_signals
 
-ROOT = Path(__file__).parents[3]
 WORKS = ["row 1", "note worked-{rank}", "await over", "finish"]
 SERVES = ["listen", "row 1", "await worked-0", "await worked-1", "note over", "finish"]
 
 
 class Elastic(Story):
     def run(self, script: Script, *, workers: int = 2, standby: bool = True, **options: Any) -> dict[str, Any]:
-        for name, lives in script.items():
-            rank = name.rpartition("-")[2]
-            script[name] = [[action.format(rank=rank) for action in life] for life in lives]
         self.write(script)
         resume = options.pop("resume", None)
         wanted = config(max(1, workers), **{"cluster.standby": standby})
@@ -54,24 +48,11 @@ class Elastic(Story):
     def born(self) -> list[int]:
         return [int(line) for line in (self.folder / "born.txt").read_text().split()]
 
-    def interrupt_at(self, *names: str) -> None:
-        """Ctrl-C for this process as soon as each of these files is there."""
-
-        def wait_and_send() -> None:
-            for name in names:
-                while not (self.run_dir.path / name).exists():
-                    time.sleep(0.005)
-                os.kill(os.getpid(), signal.SIGINT)
-
-        threading.Thread(target=wait_and_send, daemon=True).start()
-
 
 @pytest.fixture
 def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Elastic:
-    monkeypatch.setattr(elastic, "_PROCESS", "tests.unit.scripted_process")
+    use_scripted_processes(tmp_path, elastic, monkeypatch)
     monkeypatch.setattr(elastic, "PAUSE_S", 0.02)
-    monkeypatch.setenv("SCRIPT_FOLDER", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
     return Elastic(tmp_path)
 
 
@@ -391,9 +372,7 @@ def test_a_run_that_died_before_it_saved_anything_begins_anew(tmp_path: Path, mo
     run.create(dump(config(**{"training.seed": 7})), resume=False)
     run.metrics.write_text('{"step": 1}\n')
     (run.journal / "snapshots" / ".tmp-step-00000001").mkdir(parents=True)
-    run.summary.write_text(
-        '{"status": "interrupted", "steps": 0}'
-    )  # told to stop while it started, as by a batch system
+    run.summary.write_text('{"status": "interrupted", "steps": 0}')  # stopped while it started, as by a batch system
     assert find_resume("auto", run_dir=run.path) is None
     run.summary.write_text('{"status": "failed"}')
     prepared = prepare(["gpt"], overrides={"strategy.name": "edp"}, run_dir=run.path, resume="auto")
@@ -438,14 +417,8 @@ EDP = str(ROOT / "configs" / "cluster_config_edp.yaml")
 
 def test_without_files_all_but_its_own_comes_from_the_server() -> None:
     own = {"training.device": "cpu", "training.precision": None, "data.root": "/data"}
-    spec = worker_spec(
-        1,
-        "pi5",
-        server="mini1:7",
-        batch_size=8,
-        overrides=["logging.log_interval=3", *own.items()],
-        strategy="SynchronousPS",
-    )
+    overrides = ["logging.log_interval=3", *own.items()]
+    spec = worker_spec(1, "pi5", server="mini1:7", batch_size=8, overrides=overrides, strategy="SynchronousPS")
     assert (spec.config, spec.rank, spec.host, spec.server, spec.plane) == ({}, 1, "pi5", "mini1:7", "elastic")
     assert spec.overrides == {
         "training.device": "cpu",

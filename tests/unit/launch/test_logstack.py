@@ -18,11 +18,13 @@ import pytest
 import yaml
 
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.logstack import PROJECT, data_folder, packaged, start, stop, write_files
+from smolcluster.launch import logstack
+from smolcluster.launch.logstack import PROJECT, packaged, start, stop, write_files
 from smolcluster.observe.log_queue import PRINTED
 from smolcluster.observe.loki import labels_of
 from smolcluster.observe.prometheus import METRICS, port_of
 
+PORTS = ("LOKI_PORT", "GRAFANA_PORT", "PROMETHEUS_PORT")
 LABELS = {*labels_of(role="worker", rank=0, host="worker-rank0-mini2"), "level"}
 
 # Starting and stopping
@@ -41,7 +43,14 @@ if any(argument in fails for argument in sys.argv[1:]):
 
 
 @pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the files are written."""
+    monkeypatch.setattr(logstack, "data_folder", lambda: tmp_path / "stack")
+    return tmp_path / "stack"
+
+
+@pytest.fixture
+def calls(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Nothing but a docker of ours is on the PATH."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -62,8 +71,16 @@ def called(calls: Path) -> list[tuple[str, list[str], str, dict[str, str]]]:
     return [tuple(json.loads(line)) for line in calls.read_text().splitlines()]
 
 
+def use(folder: Path, **settings: str) -> dict[str, str]:
+    """Write them into the user's `.env`."""
+    folder.mkdir(exist_ok=True)
+    with (folder / ".env").open("a") as file:
+        file.writelines(f"{name}={value}\n" for name, value in settings.items())
+    return settings
+
+
 @pytest.fixture
-def ports() -> Iterator[dict[str, str]]:
+def ports(folder: Path) -> Iterator[dict[str, str]]:
     """Three containers in one: whatever is asked is ready, the second time."""
     asked: set[str] = set()
 
@@ -79,7 +96,7 @@ def ports() -> Iterator[dict[str, str]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield dict.fromkeys(("LOKI_PORT", "GRAFANA_PORT", "PROMETHEUS_PORT"), str(server.server_address[1]))
+    yield use(folder, **dict.fromkeys(PORTS, str(server.server_address[1])))
     server.shutdown()
     server.server_close()
 
@@ -88,37 +105,38 @@ def ports() -> Iterator[dict[str, str]]:
     ("installed", "command"), [(["docker"], ["docker", "compose"]), (["docker-compose"], ["docker-compose"])]
 )
 def test_up_and_down(
-    installed: list[str], command: list[str], calls: Path, tmp_path: Path, ports: dict[str, str]
+    installed: list[str], command: list[str], calls: Path, folder: Path, ports: dict[str, str]
 ) -> None:
     install(calls, *installed)
-    folder, told = tmp_path / "stack", list[str]()
-    stack = start(folder, settings=ports, tell=told.append)
+    told: list[str] = []
+    start(tell=told.append)
     name, arguments, cwd, environ = called(calls)[-1]
     assert [name, *arguments] == [*command, "--project-name", PROJECT, "up", "--detach"]
     assert (cwd, environ["LOKI_PORT"], environ["LOKI_BIND"]) == (str(folder), ports["LOKI_PORT"], "127.0.0.1")
     for path in packaged().rglob("*"):
         if path.is_file():
             assert (folder / path.relative_to(packaged())).read_bytes() == path.read_bytes()
-    assert f"smolcluster train --override logging.loki_url=http://127.0.0.1:{ports['LOKI_PORT']}" in told
-    assert any(stack.grafana in line for line in told)
-    assert not any(environ["GRAFANA_PASSWORD"] in line for line in told)
+    where = f"http://127.0.0.1:{ports['LOKI_PORT']}"
+    assert f"\nsmolcluster train --override logging.loki_url={where}\n" in told[-1]
+    assert f"Grafana     {where}   user admin, the password is in {folder / '.env'}\n" in told[-1]
+    assert not any(environ["GRAFANA_PASSWORD"] in text for text in told)
 
-    stop(folder)
+    stop()
     name, arguments, cwd, again = called(calls)[-1]
     assert ([name, *arguments], cwd) == ([*command, "--project-name", PROJECT, "down"], str(folder))
     assert again == environ
-    stop(folder, remove_data=True)
-    assert called(calls)[-1][1][-2:] == ["down", "--volumes"]
 
 
 def test_what_is_the_users_stays(tmp_path: Path) -> None:
-    first = write_files(tmp_path, {"LOKI_PORT": "3101"})
+    use(tmp_path, LOKI_PORT="3101")
+    first = write_files(tmp_path)
+    assert first["LOKI_PORT"] == "3101"
     (tmp_path / "docker-compose.yml").write_text("damaged")
     (tmp_path / "targets" / "minis.yml").write_text("[]")
     (tmp_path / "docker-compose.override.yml").write_text("{}")
     with (tmp_path / ".env").open("a") as file:
         file.write("# mine\nLOKI_BIND = 192.168.1.10\n")
-    second = write_files(tmp_path, {})
+    second = write_files(tmp_path)
     assert second == first | {"LOKI_BIND": "192.168.1.10"}
     assert len(first["GRAFANA_PASSWORD"]) >= 20
     assert yaml.safe_load((tmp_path / "docker-compose.yml").read_text())["services"]
@@ -126,15 +144,16 @@ def test_what_is_the_users_stays(tmp_path: Path) -> None:
     assert (tmp_path / "docker-compose.override.yml").read_text() == "{}"
     if os.name == "posix":
         assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
+    use(tmp_path, LOKI_PORT="x")
     with pytest.raises(UserError, match=r"LOKI_PORT=x is not a port"):
-        write_files(tmp_path, {"LOKI_PORT": "x"})
+        write_files(tmp_path)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there are other rights elsewhere")
 def test_the_users_of_the_containers_can_read_their_files(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        write_files(tmp_path / "stack", {})
+        write_files(tmp_path / "stack")
     finally:
         os.umask(before)
     compose = yaml.safe_load((tmp_path / "stack/docker-compose.yml").read_text())
@@ -147,49 +166,46 @@ def test_the_users_of_the_containers_can_read_their_files(tmp_path: Path) -> Non
     assert (tmp_path / "stack/.env").stat().st_mode & 0o077 == 0
 
 
-def test_beyond_loopback_one_is_warned(calls: Path, tmp_path: Path, ports: dict[str, str]) -> None:
+def test_beyond_loopback_one_is_warned(calls: Path, folder: Path, ports: dict[str, str]) -> None:
     install(calls, "docker")
+    use(folder, LOKI_BIND="0.0.0.0")
     told: list[str] = []
-    stack = start(tmp_path / "stack", settings=ports | {"LOKI_BIND": "0.0.0.0"}, tell=told.append)
+    start(tell=told.append)
     assert "without a password" in told[0]
-    assert stack.loki == f"http://127.0.0.1:{ports['LOKI_PORT']}"
+    assert f"Loki        http://127.0.0.1:{ports['LOKI_PORT']}\n" in told[-1]
 
 
-def test_without_docker_the_remedy_is_told(calls: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"docker is not installed; install it .* logging\.loki_url="):
-        start(tmp_path / "stack")
-    assert not (tmp_path / "stack").exists()
+def test_a_docker_that_cannot_be_used_is_told(calls: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(message: str, *, fails: str) -> None:
+        monkeypatch.setenv("FAILS", fails)
+        with pytest.raises(UserError, match=message):
+            start(tell=lambda _: None)
+
+    refused(r"docker is not installed; install it .* logging\.loki_url=", fails="")
     with pytest.raises(UserError, match="nothing was started"):
-        stop(tmp_path / "stack")
-
-
-def test_a_docker_without_compose_or_without_its_daemon(
-    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+        stop()
     install(calls, "docker")
-    monkeypatch.setenv("FAILS", "compose")
-    with pytest.raises(UserError, match="without docker compose; install the plugin"):
-        start(tmp_path / "stack")
-    monkeypatch.setenv("FAILS", "info")
-    with pytest.raises(UserError, match="docker does not work here: Cannot connect to the Docker daemon; start the"):
-        start(tmp_path / "stack")
-    assert not (tmp_path / "stack").exists()
-    monkeypatch.setenv("FAILS", "up")
-    with pytest.raises(UserError, match=r"`docker compose --project-name smolcluster-logs up --detach` in .* status 1"):
-        start(tmp_path / "stack")
+    refused("without docker compose; install the plugin", fails="compose")
+    refused("docker does not work here: Cannot connect to the Docker daemon; start the", fails="info")
+    assert not folder.exists()
+    refused(r"`docker compose --project-name smolcluster-logs up --detach` in .* status 1", fails="up")
 
 
-def test_one_that_never_answers_is_told(calls: Path, tmp_path: Path) -> None:
+def test_one_that_never_answers_is_told(calls: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(calls, "docker")
-    ports = dict.fromkeys(("LOKI_PORT", "GRAFANA_PORT", "PROMETHEUS_PORT"), "1")
-    with pytest.raises(SmolclusterError, match=r"Loki and Prometheus and Grafana did not answer .* logs$"):
-        start(tmp_path / "stack", settings=ports, ready_s=0.0, tell=lambda _: None)
+    use(folder, **dict.fromkeys(PORTS, "1"))
+    monkeypatch.setattr(logstack, "READY_S", 0.0)
+    message = rf"^Loki and Prometheus and Grafana did not answer within 0 s; in {folder} see: docker compose .* logs$"
+    with pytest.raises(SmolclusterError, match=message):
+        start(tell=lambda _: None)
 
 
 def test_the_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    assert data_folder({"XDG_DATA_HOME": "/data"}) == Path("/data/smolcluster/logging")
-    assert data_folder({}) == Path.home() / ".local" / "share" / "smolcluster" / "logging"
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert logstack.data_folder() == Path("/data/smolcluster/logging")
+    monkeypatch.delenv("XDG_DATA_HOME")
+    assert logstack.data_folder() == Path.home() / ".local" / "share" / "smolcluster" / "logging"
 
 
 # The files

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 from tests.places import eventually, free_port
-from tests.unit.story import Script, Story, recorded
+from tests.unit.story import Script, Story, recorded, use_scripted_processes
 
 from smolcluster.comm.elastic.transport import tcp
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
@@ -34,9 +32,6 @@ from smolcluster.launch.restart.endpoint import join_endpoint
 from smolcluster.launch.restart.launcher import run_restarting
 from smolcluster.launch.restart.plan import ElasticRange, check_restartable, elastic_from_flags, parse_elastic
 from smolcluster.launch.restart.rendezvous import RoundPlan, broken, next_round
-
-ROOT = Path(__file__).parents[3]
-
 
 # What is asked for -------------------------------------------------------------------------------------------------
 
@@ -249,12 +244,10 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Restarted:
     def plans(config: Config, elastic: ElasticRange) -> Any:
         return {size: {"size": size} for size in range(elastic.min_workers, elastic.max_workers + 1)}, {}
 
-    monkeypatch.setattr(restart, "_PROCESS", "tests.unit.scripted_process")
+    use_scripted_processes(tmp_path, restart, monkeypatch)
     monkeypatch.setattr(restart, "plan_world_sizes", plans)
     monkeypatch.setattr(supervisor, "GRACE_S", 0.2)
     monkeypatch.setattr(rendezvous, "LAST_CALL_S", 0.2)
-    monkeypatch.setenv("SCRIPT_FOLDER", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
     return Restarted(tmp_path)
 
 
@@ -368,12 +361,7 @@ def test_one_that_falls_after_the_end_changes_nothing(story: Restarted) -> None:
 
 
 def test_the_first_interrupt_saves_and_the_second_ends(story: Restarted) -> None:
-    def interrupt(*names: str) -> None:
-        for name in names:
-            eventually((story.run_dir.path / name).exists)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, args=("running",), daemon=True).start()
+    story.interrupt_at("running")
     leaves = ["listen", "row 1", "note running", "stop?", "leave"]
     with pytest.raises(Interrupted):
         story.run({"worker-0": [leaves], "worker-1": [["row 1", "stop?", "leave"]]})
@@ -383,7 +371,7 @@ def test_the_first_interrupt_saves_and_the_second_ends(story: Restarted) -> None
     (story.run_dir.path / "running").unlink()
     for path in (story.run_dir.config, story.run_dir.summary):
         path.unlink()
-    threading.Thread(target=interrupt, args=("running", "notice-2"), daemon=True).start()
+    story.interrupt_at("running", "notice-2")
     with pytest.raises(Interrupted):
         story.run({"worker-0": [["listen", "row 1", "note running", "hang"]], "worker-1": [["hang"]]})
 
@@ -487,7 +475,7 @@ def test_a_machine_with_another_version_does_not_take_part(story: Restarted) -> 
     other.join(300)
     assert isinstance(other.result, UserError)
     assert "and the one of --rdzv-endpoint has 9.9.9; install the same version" in str(other.result)
-    assert leader.wait(lambda: bool(leader.view.gone), within_s=30)
+    assert leader.wait(lambda: bool(leader.view.gone), within_s=300)
     assert all(not fields.get("asks") for fields in leader.view.gone.values())
     for each in (leader, server):
         each.close()
@@ -500,7 +488,7 @@ def test_strangers_at_the_endpoint_are_not_counted(story: Restarted) -> None:
     def speak() -> None:
         eventually(lambda: answers(where))
         strangers.append(MembershipClient(where, {"name": "x", "workers": "many"}, silent_s=30.0))
-        strangers[0].wait(lambda: strangers[0].number >= 0, within_s=30)
+        strangers[0].wait(lambda: strangers[0].number >= 0, within_s=300)
         (story.run_dir.path / "spoken").touch()
 
     threading.Thread(target=speak, daemon=True).start()

@@ -5,16 +5,12 @@ The other two policies are in test_launch.py (elastic) and test_restart.py.
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.unit.samples import spec_of
-from tests.unit.story import Script, Story
+from tests.unit.story import Script, Story, use_scripted_processes
 
 from smolcluster.config import load_config, resolve
 from smolcluster.errors import UserError, WorkerFailed
@@ -25,15 +21,12 @@ from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.launch.local.supervisor import MAX_DEATHS, Slot
 from smolcluster.launch.prepare import Prepared
 
-ROOT = Path(__file__).parents[3]
 STEP = ["row 1", "note up-{rank}"]
 HANGS = [*STEP, "hang"]
 
 
 class Mesh(Story):
     def run(self, script: Script) -> dict[str, Any]:
-        for name, lives in script.items():
-            script[name] = [[action.format(rank=name[-1]) for action in life] for life in lives]
         self.write(script)
         config = resolve(load_config([], overrides={"strategy.name": "allreduce", "cluster.num_workers": len(script)}))
         return run_local(Prepared(config=config, workers=len(script), run_dir=self.run_dir), sinks=[self])
@@ -41,10 +34,8 @@ class Mesh(Story):
 
 @pytest.fixture
 def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mesh:
-    monkeypatch.setattr(local, "_PROCESS", "tests.unit.scripted_process")
+    use_scripted_processes(tmp_path, local, monkeypatch)
     monkeypatch.setattr(supervisor, "GRACE_S", 0.2)
-    monkeypatch.setenv("SCRIPT_FOLDER", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
     return Mesh(tmp_path)
 
 
@@ -52,16 +43,6 @@ def test_a_good_run(story: Mesh) -> None:
     good = [*STEP, "finish"]
     assert story.run({"worker-0": [["listen", *good]], "worker-1": [good]})["status"] == "finished"
     assert story.notices() == []
-    assert story.all_gone()
-
-
-def test_a_death_ends_the_run_and_is_named_once(story: Mesh) -> None:
-    with pytest.raises(WorkerFailed, match=r"^worker rank 1 failed: killed by SIGKILL\n") as raised:
-        story.run({"worker-0": [["listen", *HANGS]], "worker-1": [["await up-0", "die"]]})
-    assert str(raised.value).splitlines()[-1].startswith("full log: ")
-    summary = story.summary()
-    assert (summary["status"], summary["members_lost"], summary["world_size"]) == ("failed", 1, 2)
-    assert summary["error"] == "worker rank 1 failed: killed by SIGKILL"
     assert story.all_gone()
 
 
@@ -86,14 +67,7 @@ def test_an_exit_status_alone_is_no_good_end(story: Mesh) -> None:
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["one interrupt", "two"])
 def test_the_first_interrupt_saves_and_the_second_ends(story: Mesh, leaves: bool) -> None:
-    def interrupt() -> None:
-        for name in ("up-0", "up-1", *([] if leaves else ["notice-1"])):
-            while not (story.run_dir.path / name).exists():
-                time.sleep(0.005)
-            if name != "up-0":
-                os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
+    story.interrupt_at("up-0 up-1", *([] if leaves else ["notice-1"]))
     life = [*STEP, "stop?", "leave"] if leaves else HANGS
     with pytest.raises(Interrupted, match=r"^interrupted; nothing was saved$"):
         story.run({"worker-0": [["listen", *life]], "worker-1": [life]})

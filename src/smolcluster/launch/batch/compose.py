@@ -27,7 +27,6 @@ from smolcluster.launch.prepare import split_task
 
 RESTARTS = 3
 READY_S = 900  # a server may have to download its data before it listens
-DATA_FOLDER, TOKEN_FILE = PurePath("data"), PurePath("token")  # beside the compose file
 CODE = "/app"  # folder of the user's task in a container
 TOKEN = "/run/secrets/token"
 START = f'printf %s "$CONFIG" >{CONFIG}\nexec "$@"\n'

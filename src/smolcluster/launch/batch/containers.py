@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from smolcluster.errors import UserError
 from smolcluster.launch.batch.job import BatchJob
-from smolcluster.launch.join.worker import own_overrides
+from smolcluster.launch.join.worker import own_arguments
 
 CONFIG = "/etc/smolcluster/config.yaml"
 DATA = "/data"
@@ -44,13 +44,8 @@ def server_command(job: BatchJob) -> list[str]:
 def worker_command(job: BatchJob, *, rank: str, host: str, server: str, task: str | None) -> list[str]:
     """Return the command of a worker. `task`: its path in the container."""
     copy = ["--task", task] if task is not None else []
-    return ["smolcluster", "worker", rank, host, "--server", f"{server}:{SERVER_PORT}", *copy, *own_values(job)]
-
-
-def own_values(job: BatchJob) -> list[str]:
-    """Return a worker's arguments for the keys that it does not adopt from its server."""
-    own = own_overrides(job.config, same_machine=False)
-    return ["--override", *own] if own else []
+    own = own_arguments(job.config, same_machine=False)
+    return ["smolcluster", "worker", rank, host, "--server", f"{server}:{SERVER_PORT}", *copy, *own]
 
 
 def train_command(job: BatchJob) -> list[str]:

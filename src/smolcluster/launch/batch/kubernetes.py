@@ -28,7 +28,7 @@ from smolcluster.errors import UserError
 from smolcluster.launch.batch import containers
 from smolcluster.launch.batch.containers import CONFIG, DATA, SERVER_PORT, USER
 from smolcluster.launch.batch.job import RANK_PORT, RENDEZVOUS_PORT, BatchJob, check_dns_name
-from smolcluster.launch.batch.text import mebibytes, to_stream
+from smolcluster.launch.batch.text import mebibytes, to_yaml
 from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.launch.restart.plan import MAX_RESTARTS, ElasticRange, check_restartable
 
@@ -112,7 +112,7 @@ def parse_selector(text: str) -> tuple[str, str]:
 
 def render(job: BatchJob, settings: KubernetesSettings) -> str:
     """Return the manifests as one stream, dependencies first."""
-    return to_stream(manifests(job, settings))
+    return "---\n".join(map(to_yaml, manifests(job, settings)))
 
 
 def manifests(job: BatchJob, settings: KubernetesSettings) -> Iterator[Manifest]:

@@ -18,10 +18,10 @@ from pathlib import Path, PurePath
 
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
-from smolcluster.launch.batch.containers import own_values
 from smolcluster.launch.batch.job import BatchJob
 from smolcluster.launch.batch.text import mebibytes, slurm_time
 from smolcluster.launch.environment import FIRST_PORT, NUM_PORTS
+from smolcluster.launch.join.worker import own_arguments
 
 GRACE_S = 120  # before the time limit
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders local to each node
@@ -217,7 +217,8 @@ def _server_and_workers(job: BatchJob, settings: SlurmSettings) -> Iterator[str]
     worker = ['"$SLURM_PROCID"', '"$SLURMD_NODENAME"', '--server "$1"', '"${@:2}"']
     if job.gpus_per_node:
         worker.insert(-1, f'--device "cuda:$((SLURM_LOCALID % {job.gpus_per_node}))"')
-    own = [*(["--task", job.task] if job.task is not None else []), *own_values(job)]
+    own = ["--task", job.task] if job.task is not None else []
+    own += own_arguments(job.config, same_machine=False)
     yield "# shellcheck disable=SC2016 # the tasks of srun fill these in"
     yield f"{_srun(job)} bash -c 'exec \"$0\" -m smolcluster worker {' '.join(worker)}' \\"
     yield f'    "$python" "$SLURMD_NODENAME:$port"{"".join(f" {shlex.quote(word)}" for word in own)} &'

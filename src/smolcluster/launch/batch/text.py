@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import yaml
@@ -36,10 +35,6 @@ _Dumper.add_representer(str, _text)
 def to_yaml(value: Any) -> str:
     """Return one document, with keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
-
-
-def to_stream(documents: Iterable[Any]) -> str:
-    return "---\n".join(map(to_yaml, documents))
 
 
 def parse_time(text: str) -> int:

@@ -48,8 +48,6 @@ async def connected(
     machines: Mapping[str, ClusterMachine], *, accept_new: bool = False
 ) -> AsyncIterator[tuple[dict[str, Host], dict[str, HostError]]]:
     """Connect to all machines. Yield those that can be reached, and the errors of the others."""
-    hosts: dict[str, Host] = {}
-    problems: dict[str, HostError] = {}
     pending: dict[str, asyncio.Task[Host]] = {}
 
     async def reach(name: str) -> Host:
@@ -64,15 +62,7 @@ async def connected(
 
     for name in machines:
         pending[name] = asyncio.create_task(reach(name))
-    await asyncio.gather(*pending.values(), return_exceptions=True)
-    for name, task in pending.items():
-        error = task.exception()
-        if error is None:
-            hosts[name] = task.result()
-        elif isinstance(error, HostError):
-            problems[name] = error
-        else:
-            raise error
+    hosts, problems = await gathered(pending)
     try:
         yield hosts, problems
     finally:
@@ -90,28 +80,36 @@ def jump_chain(machines: Mapping[str, ClusterMachine], name: str) -> dict[str, C
 
 
 @contextlib.asynccontextmanager
-async def connected_agent(machines: Mapping[str, ClusterMachine], name: str) -> AsyncIterator[tuple[Host, Agent]]:
+async def connected_agent(machines: Mapping[str, ClusterMachine], name: str) -> AsyncIterator[Agent]:
     """Connect to one machine and start an agent on it. Raises HostError."""
     async with connected(jump_chain(machines, name)) as (hosts, problems):
         if name in problems:
             raise problems[name]
         async with hosts[name].agent() as agent:
-            yield hosts[name], agent
+            yield agent
+
+
+async def gathered(work: Mapping[str, Awaitable[T]]) -> tuple[dict[str, T], dict[str, HostError]]:
+    """Wait for the work on each machine. Return the results of those where it is done, and the errors of the others."""
+    results: dict[str, T] = {}
+    problems: dict[str, HostError] = {}
+    done = await asyncio.gather(*work.values(), return_exceptions=True)
+    for name, result in zip(work, done, strict=True):
+        if isinstance(result, HostError):
+            problems[name] = result
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            results[name] = result
+    return results, problems
 
 
 async def on_all_hosts(hosts: Iterable[Host], work: Callable[[Host], Awaitable[T]]) -> dict[str, T]:
     """Do the same on every host at once. When all are done, raise ClusterError with every problem."""
-    hosts = list(hosts)
-    done = await asyncio.gather(*(work(host) for host in hosts), return_exceptions=True)
-    problems = [result for result in done if isinstance(result, HostError)]
-    for result in done:
-        if isinstance(result, BaseException) and not isinstance(result, HostError):
-            raise result
+    results, problems = await gathered({host.name: work(host) for host in hosts})
     if problems:
-        raise ClusterError(problems)
-    return {
-        host.name: result for host, result in zip(hosts, done, strict=True) if not isinstance(result, BaseException)
-    }
+        raise ClusterError(problems.values())
+    return results
 
 
 # Up
@@ -145,21 +143,19 @@ async def up(
 ) -> dict[str, list[str]]:
     """Start what does not run yet. Return what was started, by machine. `on_begin` is called before anything is changed."""
     layout = deployment.layout
-    facts = await on_all_hosts(hosts.values(), lambda host: look(host, layout, deployment))
+    facts = await on_all_hosts(hosts.values(), lambda host: inspect(host, layout, deployment))
     problems = [problem for name, seen in facts.items() for problem in problems_of(layout, name, seen)]
     if problems:
         raise ClusterError(problems, also="nothing was changed on any machine")
     _check_same(deployment, facts)
     on_begin()
     mark = secrets.token_hex(8)
-    await on_all_hosts(hosts.values(), lambda host: host.call("begin", mark=mark, **_location(host, layout)))
+    await on_all_hosts(hosts.values(), lambda host: host.call("begin", mark=mark, name=layout.name))
     await on_all_hosts(hosts.values(), lambda host: _send(host, deployment, report))
     pythons = await on_all_hosts(hosts.values(), lambda host: _environment(host, deployment, report))
     if deployment.token is not None:
         secret = deployment.token.encode()
-        await on_all_hosts(
-            hosts.values(), lambda host: host.call("keep_secret", data=secret, **_location(host, layout))
-        )
+        await on_all_hosts(hosts.values(), lambda host: host.call("keep_secret", data=secret, name=layout.name))
     begun: dict[str, list[str]] = {}
     try:
         for first in (True, False):
@@ -176,16 +172,12 @@ async def up(
     return begun
 
 
-def _location(host: Host, layout: ClusterLayout | ClusterRecord) -> dict[str, Any]:
-    return {"folder": host.machine.folder, "name": layout.name}
-
-
-async def look(host: Host, layout: ClusterLayout, deployment: Deployment | None = None) -> dict[str, Any]:
+async def inspect(host: Host, layout: ClusterLayout, deployment: Deployment | None = None) -> dict[str, Any]:
     """Return facts about a machine and when it was asked. `deployment`: also whether it lacks an environment for it."""
     needs = None if deployment is None else wanted(host, deployment.requirements)
     listens = list(layout.listens) if layout.lead.host == host.name else None
     asked = time.time()
-    found: dict[str, Any] = await host.call("look", listens=listens, wanted=needs, **_location(host, layout))
+    found: dict[str, Any] = await host.call("inspect", listens=listens, wanted=needs, name=layout.name)
     return found | {"asked": asked, "answered": time.time()}
 
 
@@ -247,19 +239,18 @@ def _duration(seconds: float) -> str:
 
 async def _send(host: Host, deployment: Deployment, report: Report) -> None:
     place = f"code/{deployment.package.key}"
-    (installed,) = await host.call("has", folder=host.machine.folder, places=[f"{place}/smolcluster/__init__.py"])
+    (installed,) = await host.call("has", places=[f"{place}/smolcluster/__init__.py"])
     if not installed:
         report(host.name, f"sending smolcluster, {len(deployment.package.data) >> 10} KiB")
-        await host.call("unpack", folder=host.machine.folder, place=place, fresh=True, data=deployment.package.data)
+        await host.call("unpack", place=place, fresh=True, data=deployment.package.data)
     home = f"clusters/{deployment.layout.name}"
-    await host.call("unpack", folder=host.machine.folder, place=home, data=deployment.files.data)
+    await host.call("unpack", place=home, data=deployment.files.data)
 
 
 async def _environment(host: Host, deployment: Deployment, report: Report) -> str:
     made = await host.call(
         "environment",
         on_line=lambda line: report(host.name, line),
-        folder=host.machine.folder,
         **wanted(host, deployment.requirements),
         variables=dict(host.machine.environment),
     )
@@ -288,7 +279,7 @@ async def _start(host: Host, deployment: Deployment, python: str, chosen: list[C
         fingerprint=deployment.fingerprint,
         panes=deployment.panes,
         mark=mark,
-        **_location(host, deployment.layout),
+        name=deployment.layout.name,
     )
     return begun
 
@@ -298,7 +289,7 @@ async def _roll_back(hosts: Mapping[str, Host], layout: ClusterLayout, mark: str
 
     async def end(host: Host) -> None:
         with contextlib.suppress(HostError):
-            await host.call("stop", mark=mark, now=True, within_s=10.0, **_location(host, layout))
+            await host.call("stop", mark=mark, now=True, within_s=10.0, name=layout.name)
 
     await asyncio.gather(*map(end, hosts.values()))
 
@@ -308,7 +299,7 @@ async def _roll_back(hosts: Mapping[str, Host], layout: ClusterLayout, mark: str
 
 async def states(cluster: ClusterLayout | ClusterRecord, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any]]:
     """Return the keeper's state and the host of every process, by name."""
-    found = await on_all_hosts(hosts.values(), lambda host: host.call("states", **_location(host, cluster)))
+    found = await on_all_hosts(hosts.values(), lambda host: host.call("states", name=cluster.name))
     return {
         process: state | {"host": name} for name, processes in found.items() for process, state in processes.items()
     }
@@ -321,9 +312,8 @@ async def progress(cluster: ClusterRecord, hosts: Mapping[str, Host]) -> dict[st
         return {}
     base = f"clusters/{cluster.name}/runs/{cluster.run}"
     async with host.agent() as agent:
-        folder = host.machine.folder
-        summary = await agent.call("read", folder=folder, place=f"{base}/summary.json")
-        rows = await agent.call("tail", folder=folder, place=f"{base}/metrics.jsonl")
+        summary = await agent.call("read", place=f"{base}/summary.json")
+        rows = await agent.call("tail", place=f"{base}/metrics.jsonl")
     found: dict[str, Any] = {}
     # A diverged loss is stored as the string "nan"; `restore` makes it a float again.
     with contextlib.suppress(ValueError, TypeError, AttributeError, IndexError):
@@ -335,11 +325,10 @@ async def progress(cluster: ClusterRecord, hosts: Mapping[str, Host]) -> dict[st
 
 
 async def follow(
-    cluster: ClusterLayout | ClusterRecord,
-    machines: Mapping[str, ClusterMachine],
+    cluster: ClusterRecord,
     *,
     chosen: Iterable[str],
-    processes: list[str] | None,
+    processes: list[str],
     past: int,
     on: bool,
     show: Callable[[str, str, str], None],
@@ -352,13 +341,12 @@ async def follow(
         cut_off = False
         while True:
             try:
-                async with connected_agent(machines, name) as (host, agent):
+                async with connected_agent(cluster.machines, name) as agent:
                     if cut_off:
                         report(name, "reconnected")
                         cut_off = False
-                    where = _location(host, cluster)
                     async for update in agent.stream_call(
-                        "follow", processes=processes, past=past, on=on, at=read, **where
+                        "follow", name=cluster.name, processes=processes, past=past, on=on, at=read
                     ):
                         if "line" in update:
                             show(name, update["process"], update["line"])
@@ -385,15 +373,13 @@ async def down(cluster: ClusterRecord, hosts: Mapping[str, Host], *, now: bool, 
     stopped: dict[str, list[str]] = {}
 
     async def end(host: Host, processes: list[str] | None) -> None:
-        done = await host.call(
-            "stop", processes=processes, now=now, within_s=10.0 if now else 90.0, **_location(host, cluster)
-        )
+        done = await host.call("stop", processes=processes, now=now, within_s=10.0 if now else 90.0, name=cluster.name)
         stopped.setdefault(host.name, []).extend(done["stopped"])
         if done["killed"]:
             report(host.name, f"did not exit in time; killed: {', '.join(done['killed'])}")
 
     if lead in hosts:
-        states = await hosts[lead].call("states", **_location(hosts[lead], cluster))
+        states = await hosts[lead].call("states", name=cluster.name)
         if states.get(cluster.lead, {}).get("alive"):
             how = "exit" if cluster.lead == "front" else "save and exit"
             report(lead, f"stopping {cluster.lead}" if now else f"asking {cluster.lead} to {how}")

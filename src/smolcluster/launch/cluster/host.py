@@ -1,6 +1,6 @@
 """Connect to a machine of a cluster, over ssh or locally, and call the agent on it.
 
-When `connect` fails, its HostError names the layer: name, route, port, host key, login, Python. Host keys are checked as ssh
+When `connect` fails, its HostError names the layer: name, route, port, ssh, Python. Host keys are checked as ssh
 does, against ~/.ssh/known_hosts; an unknown key is only accepted with --accept-new.
 """
 
@@ -47,11 +47,11 @@ _PYTHONS = (
 
 
 class HostError(SmolclusterError):
-    """A problem of one machine. `layer`: name, route, port, host key, login, python, disk, ..."""
+    """A problem of one machine. `layer`: where it is, by the names of `doctor/layers.py`."""
 
     exit_code = 2
 
-    def __init__(self, host: str, what: str, remedy: str = "", *, layer: str = "") -> None:
+    def __init__(self, host: str, what: str, remedy: str = "", *, layer: str = "ssh") -> None:
         super().__init__(f"{host}: {what}" + (f"; {remedy}" if remedy else ""))
         self.host, self.what, self.remedy, self.layer = host, what, remedy, layer
 
@@ -69,7 +69,10 @@ class Host:
 
     @contextlib.asynccontextmanager
     async def agent(self) -> AsyncIterator[Agent]:
-        agent = await self._start_agent()
+        try:
+            agent = await self._start_agent()
+        except OSError as error:
+            raise HostError(self.name, f"the agent cannot be started: {error}", layer="route") from error
         try:
             yield agent
         finally:
@@ -107,17 +110,13 @@ class Host:
             agent = Agent(self, stream)
             await agent.boot()
             return agent
-        raise self._no_python(old or problem)
-
-    def _no_python(self, problem: str) -> HostError:
         need = ".".join(map(str, OLDEST_PYTHON))
-        if " is Python " in problem:
-            what = f"{problem} there, and {need} or newer is needed"
-        else:
-            first = problem.splitlines()[0][:200] if problem else "no answer"
-            what = f"there is no Python ({self.python or 'python3'}): {first}"
+        reason = problem.splitlines()[0][:200] if problem else "no answer"
+        what = f"there is no Python ({self.python or 'python3'}): {reason}"
+        if old:
+            what = f"{old} there, and {need} or newer is needed"
         remedy = f"install Python {need} there, or name one as hosts.{self.name}.python in the cluster file"
-        return HostError(self.name, what, remedy, layer="python")
+        raise HostError(self.name, what, remedy, layer="Python")
 
     async def _run(self, python: str) -> Stream:
         """Start Python there. Raises OSError if this machine does not have it, HostError for a lost connection."""
@@ -204,14 +203,19 @@ class Agent:
     async def stream_call(
         self, op: str, *, data: bytes | None = None, **arguments: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        """Send a request and yield all its replies."""
-        request = {"op": op, **arguments, **({} if data is None else {"bytes": len(data)})}
+        """Send a request, with the machine's folder, and yield all its replies."""
+        request = {
+            "op": op,
+            "folder": self._host.machine.folder,
+            **arguments,
+            **({} if data is None else {"bytes": len(data)}),
+        }
         try:
             await self._stream.send(json.dumps(request).encode() + b"\n" + (data or b""))
             while line := await self._stream.line():
                 answer: dict[str, Any] = json.loads(line)
                 if "error" in answer:
-                    raise HostError(self._host.name, answer["error"], answer.get("remedy", ""), layer="machine")
+                    raise HostError(self._host.name, answer["error"], answer.get("remedy", ""))
                 yield answer
                 if "result" in answer:
                     return
@@ -332,7 +336,7 @@ def _known_hosts_file(machine: ClusterMachine, what: str) -> Iterator[None]:
     except OSError as error:
         problem = f"{error.filename or KNOWN_HOSTS} cannot be {what}: {error.strerror or error}"
         remedy = f"ssh keeps host keys there: make it a file that you own (ls -ld {KNOWN_HOSTS})"
-        raise HostError(machine.name, problem, remedy, layer="host key") from error
+        raise HostError(machine.name, problem, remedy) from error
 
 
 class KnownHosts:
@@ -415,25 +419,25 @@ def explain(machine: ClusterMachine, error: BaseException, known: KnownHosts) ->
         case asyncssh.HostKeyNotVerifiable() if known.changed:
             known_as = machine.address if port == 22 else f"'[{machine.address}]:{port}'"
             remedy = f"if the machine was reinstalled, remove the old key: ssh-keygen -R {known_as}"
-            return wrong(f"the host key of {place} has CHANGED since it was last seen", remedy, layer="host key")
+            return wrong(f"the host key of {place} has CHANGED since it was last seen", remedy)
         case asyncssh.HostKeyNotVerifiable():
             remedy = f"connect once by hand (ssh {_by_hand(machine)}), or use --accept-new"
             what = f"{place} is not in {known.path}; its key is {known.shown}"
-            return wrong(what, remedy, layer="host key")
+            return wrong(what, remedy)
         case asyncssh.PermissionDenied():
             hand = _by_hand(machine)
             remedy = f"put your key there: ssh-copy-id {hand}; or name another as hosts.{name}.key or .user"
-            return wrong(f"{place} does not accept your key ({error.reason})", remedy, layer="login")
+            return wrong(f"{place} does not accept your key ({error.reason})", remedy)
         case asyncssh.KeyEncryptionError():
             remedy = "add it to the agent first: ssh-add " + (machine.key or "")
-            return wrong(f"the key {machine.key} has a passphrase", remedy.strip(), layer="login")
+            return wrong(f"the key {machine.key} has a passphrase", remedy.strip())
         case FileNotFoundError() if machine.key is not None:
-            return wrong(f"the key {machine.key} does not exist", f"check hosts.{name}.key", layer="login")
+            return wrong(f"the key {machine.key} does not exist", f"check hosts.{name}.key")
         case OSError(filename=str() as path) if machine.key is not None and path == _full_path(machine.key):
             what = f"the key {machine.key} cannot be read: {error.strerror}"
-            return wrong(what, f"check hosts.{name}.key", layer="login")
+            return wrong(what, f"check hosts.{name}.key")
         case asyncssh.KeyImportError():
-            return wrong(f"{machine.key} is no private key: {error}", f"check hosts.{name}.key", layer="login")
+            return wrong(f"{machine.key} is no private key: {error}", f"check hosts.{name}.key")
         case TimeoutError():
             remedy = f"check that it is on, the address, and that its firewall lets port {port} through"
             return wrong(f"{place} does not answer in {CONNECT_S:g} s", remedy, layer="route")
@@ -441,7 +445,7 @@ def explain(machine: ClusterMachine, error: BaseException, known: KnownHosts) ->
             remedy = "check that it is on, and on a network that this machine is on, too"
             return wrong(f"{place} cannot be reached: {error.strerror or error}", remedy, layer="route")
     remedy = f"see its messages: ssh -v {_by_hand(machine)}"
-    return wrong(f"ssh to {place} failed: {error}", remedy, layer="login")
+    return wrong(f"ssh to {place} failed: {error}", remedy)
 
 
 def _full_path(key: str) -> str:

@@ -162,16 +162,12 @@ def _offers() -> list[Any]:
 
 async def _ask(machines: Mapping[str, ClusterMachine], *, accept_new: bool) -> dict[str, tuple[dict[str, Any], str]]:
     """Return facts, or the problem and its remedy, for each machine."""
-    found: dict[str, tuple[dict[str, Any], str]] = {}
     async with control.connected(machines, accept_new=accept_new) as (hosts, problems):
-        for name, machine in machines.items():
-            try:
-                if name in problems:
-                    raise problems[name]
-                found[name] = await hosts[name].call("look", folder=machine.folder, name="none"), ""
-            except SmolclusterError as error:
-                found[name] = {}, str(error).removeprefix(f"{name}: ")
-    return found
+        facts, failed = await control.gathered(
+            {name: host.call("inspect", name="none") for name, host in hosts.items()}
+        )
+    found: dict[str, tuple[dict[str, Any], str]] = {name: (seen, "") for name, seen in facts.items()}
+    return found | {name: ({}, str(error).removeprefix(f"{name}: ")) for name, error in (problems | failed).items()}
 
 
 # The file

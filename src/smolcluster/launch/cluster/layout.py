@@ -10,10 +10,9 @@ A file without `hosts` names its machines by `host_ip`, `workers` and `server`; 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from smolcluster.comm.addresses import is_address, is_loopback, join_address
@@ -21,7 +20,7 @@ from smolcluster.config.schema import Config, HostConfig
 from smolcluster.config.strategies import ALONE
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster.links import NetworkPath, find_path
-from smolcluster.launch.join.worker import own_overrides
+from smolcluster.launch.join.worker import own_arguments
 from smolcluster.launch.prepare import choose_plane
 from smolcluster.launch.restart.plan import parse_elastic
 
@@ -135,7 +134,7 @@ def plan_layout(config: Config, *, name: str, run: str) -> ClusterLayout:
         port=MESH_PORT if plane == "mesh" else config.cluster.port,
     )
     mesh = draft.mesh if config.run.elastic is None else draft.restarting
-    processes = {SERVING: draft.serving, "elastic": draft.elastic, "mesh": mesh}[plane]()
+    processes = list({SERVING: draft.serving, "elastic": draft.elastic, "mesh": mesh}[plane]())
     config.cluster.hosts, config.cluster.links = {}, {}
     return ClusterLayout(
         name=name,
@@ -250,65 +249,48 @@ class _ProcessPlanner:
             return self.addresses[host]
         return self.bind if self.bind != "0.0.0.0" else self.meeting_point(host)
 
-    def elastic(self) -> list[ClusterProcess]:
+    def elastic(self) -> Iterator[ClusterProcess]:
         serve = ("server", CONFIG, "--bind", self.bind, "--port", str(self.port), *self.run)
         again = (*serve, "--resume", "auto")
-        processes = [ClusterProcess(name="server", host=self.lead, arguments=serve, again=again, restart=True)]
+        yield ClusterProcess(name="server", host=self.lead, arguments=serve, again=again, restart=True)
         for rank, host in enumerate(self.workers):
-            address = self._server_of(host)
-            joins = ["worker", str(rank), host, "--server", join_address(address, self.port)]
-            joins += ["--log-dir", logs_of(self.directory), *self._device(host)]
-            joins += ["--task", self.config.task] if self.config.task is not None else []
-            own = own_overrides(self.config, same_machine=host == self.lead)
-            joins += ["--override", *own] if own else []
-            local = self._local(rank)
-            processes.append(
-                ClusterProcess(
-                    name=f"worker-{rank}", host=host, arguments=tuple(joins), restart=True, environment=local
-                )
-            )
-        return processes
+            join = ["worker", str(rank), host, "--server", join_address(self._server_of(host), self.port)]
+            join += ["--log-dir", logs_of(self.directory), *self._device(host)]
+            join += ["--task", self.config.task] if self.config.task is not None else []
+            join += own_arguments(self.config, same_machine=host == self.lead)
+            name, local = f"worker-{rank}", self._local(rank)
+            yield ClusterProcess(name=name, host=host, arguments=tuple(join), restart=True, environment=local)
 
-    def serving(self) -> list[ClusterProcess]:
-        """Return a front on the lead's machine, and a stage for every worker."""
+    def serving(self) -> Iterator[ClusterProcess]:
+        """Yield a front on the lead's machine, and a stage for every worker."""
         run = self.config.run
         stages = run.stages or max(1, len(self.workers) // run.replicas)
         serve = ["serve", str(run.serve), "--stages", str(stages), "--replicas", str(run.replicas), "--workers", "0"]
         serve += ["--listen", join_address(self.bind, self.port), "--bind", run.bind, "--port", str(run.page_port)]
         serve += ["--layers", run.layers] if run.layers is not None else []
-        processes = [ClusterProcess(name="front", host=self.lead, arguments=(*serve, "--no-browser"), restart=True)]
+        yield ClusterProcess(name="front", host=self.lead, arguments=(*serve, "--no-browser"), restart=True)
         for number, host in enumerate(self.workers):
-            address = self._server_of(host)
-            name = host if self.workers.count(host) == 1 else f"{host}-{self.workers[:number].count(host)}"
-            holds = ["stage", "--server", join_address(address, self.port), "--name", name, "--model", str(run.serve)]
-            holds += self._device(host)
-            holds += ["--local-rank", str(self.workers[:number].count(host))] if self.workers.count(host) > 1 else []
-            processes.append(ClusterProcess(name=f"stage-{number}", host=host, arguments=tuple(holds), restart=True))
-        return processes
+            local, several = str(self.workers[:number].count(host)), self.workers.count(host) > 1
+            hold = ["stage", "--server", join_address(self._server_of(host), self.port)]
+            hold += ["--name", f"{host}-{local}" if several else host, "--model", str(run.serve), *self._device(host)]
+            hold += ["--local-rank", local] if several else []
+            yield ClusterProcess(name=f"stage-{number}", host=host, arguments=tuple(hold), restart=True)
 
-    def mesh(self) -> list[ClusterProcess]:
+    def mesh(self) -> Iterator[ClusterProcess]:
         size = ("--world-size", str(len(self.workers)))
-        processes = []
         for rank, host in enumerate(self.workers):
             master = ("--master-addr", self.meeting_point(host), "--master-port", str(self.port))
             run = ("train", CONFIG, *size, "--rank", str(rank), *master, *self.run, *self._own(host))
-            processes.append(
-                ClusterProcess(name=f"worker-{rank}", host=host, arguments=run, environment=self._local(rank))
-            )
-        return processes
+            yield ClusterProcess(name=f"worker-{rank}", host=host, arguments=run, environment=self._local(rank))
 
-    def restarting(self) -> list[ClusterProcess]:
-        processes = []
-        hosts = [self.lead, *(host for host in dict.fromkeys(self.workers) if host != self.lead)]
+    def restarting(self) -> Iterator[ClusterProcess]:
+        hosts = dict.fromkeys([self.lead, *self.workers])
         for number, host in enumerate(hosts):
             meet = ("--rdzv-endpoint", join_address(self.meeting_point(host), self.port))
             count = ("--elastic", str(self.config.run.elastic), "--workers", str(self.hosts[host].workers))
             run = ("train", CONFIG, *count, *meet, *self.run, *self._own(host))
             again = (*run, "--resume", "auto") if host == self.lead else run
-            processes.append(
-                ClusterProcess(name=f"launcher-{number}", host=host, arguments=run, again=again, restart=True)
-            )
-        return processes
+            yield ClusterProcess(name=f"launcher-{number}", host=host, arguments=run, again=again, restart=True)
 
     def needs_token(self, plane: str) -> bool:
         """Return whether other machines can connect to something that requires the token."""
@@ -352,13 +334,6 @@ def with_run(layout: ClusterLayout, run: str) -> ClusterLayout:
         for process in layout.processes
     ]
     return replace(layout, run=run, processes=processes)
-
-
-def cluster_name(config: Config, file: Path | None) -> str:
-    """Return the cluster's name: from its file, or the file's name in characters that folders and tmux allow."""
-    if config.cluster.name is not None:
-        return config.cluster.name
-    return "local" if file is None else re.sub(r"[^A-Za-z0-9_-]+", "-", file.stem).strip("-") or "cluster"
 
 
 def describe(layout: ClusterLayout) -> list[str]:

@@ -48,8 +48,8 @@ class _Copying:
     def __init__(self, cluster: ClusterRecord, folder: Path) -> None:
         self._cluster, self._folder = cluster, folder
         self._names = list(dict.fromkeys(cluster.hosts.values()))
-        self._all_said = threading.Event()
-        self._looked: set[str] = set()  # machines that are fully copied
+        self._first_pass = threading.Event()
+        self._copied: set[str] = set()  # machines that are fully copied
         self._problems: dict[str, str] = {}
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._all())
@@ -58,8 +58,8 @@ class _Copying:
 
     def wait_for_all(self) -> None:
         """Wait until every machine is copied or has failed."""
-        self._all_said.wait(FIRST_S)
-        if not self._looked:
+        self._first_pass.wait(FIRST_S)
+        if not self._copied:
             reasons = "; ".join(f"{name}: {why}" for name, why in self._problems.items())
             raise UserError(f"no machine of {self._cluster.name} could be read: {reasons or 'no answer'}")
 
@@ -75,25 +75,26 @@ class _Copying:
     async def _all(self) -> None:
         await asyncio.gather(*(self._one(name) for name in self._names))
 
-    def _tell(self) -> None:
-        if all(name in self._looked or name in self._problems for name in self._names):
-            self._all_said.set()
+    def _check_first_pass(self) -> None:
+        if all(name in self._copied or name in self._problems for name in self._names):
+            self._first_pass.set()
 
     async def _one(self, name: str) -> None:
         while True:
             try:
-                async with connected_agent(self._cluster.machines, name) as (host, agent):
-                    where: dict[str, Any] = {"folder": host.machine.folder, "name": self._cluster.name}
-                    async for update in agent.stream_call("copy", run=self._cluster.run, have=self._have(), **where):
+                async with connected_agent(self._cluster.machines, name) as agent:
+                    async for update in agent.stream_call(
+                        "copy", name=self._cluster.name, run=self._cluster.run, have=self._have()
+                    ):
                         if "file" in update:
                             with writable(self._folder):
                                 put(self._folder, update)
                         elif "up_to_date" in update:
-                            self._looked.add(name)
-                            self._tell()
-            except (HostError, SmolclusterError) as error:
+                            self._copied.add(name)
+                            self._check_first_pass()
+            except SmolclusterError as error:
                 self._problems[name] = getattr(error, "what", str(error))
-                self._tell()
+                self._check_first_pass()
                 await asyncio.sleep(RECONNECT_S)
 
     def _have(self) -> dict[str, list[Any]]:
@@ -113,11 +114,11 @@ def put(folder: Path, update: Mapping[str, Any]) -> None:
     """
     place, sent, at = update.get("file"), update.get("data"), update.get("at")
     if not isinstance(place, str) or not _PLACE.fullmatch(place):
-        raise HostError("mirror", f"{place!r:.80} is not a file of a run", layer="machine")
+        raise HostError("mirror", f"{place!r:.80} is not a file of a run")
     try:
         data = base64.b64decode(sent if isinstance(sent, str) else "-", validate=True)
     except ValueError as error:
-        raise HostError("mirror", f"the content of {place} cannot be read", layer="machine") from error
+        raise HostError("mirror", f"the content of {place} cannot be read") from error
     path = folder / place
     path.parent.mkdir(parents=True, exist_ok=True)
     if "at" not in update:
@@ -127,9 +128,7 @@ def put(folder: Path, update: Mapping[str, Any]) -> None:
         return
     size = path.stat().st_size if path.exists() else 0
     if type(at) is not int or not 0 <= at <= size:
-        raise HostError(
-            "mirror", f"{place} has {size} bytes here, so the offset {at!r:.40} is invalid", layer="machine"
-        )
+        raise HostError("mirror", f"{place} has {size} bytes here, so the offset {at!r:.40} is invalid")
     with path.open("r+b" if path.exists() else "w+b") as file:
         file.truncate(at)
         file.seek(at)

@@ -36,28 +36,30 @@ def writable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def save_record(record: Mapping[str, Any], folder: Path | None = None) -> None:
-    folder = folder or state_folder()
-    path = folder / f"{record['name']}.json"
+def _path(name: str) -> Path:
+    return state_folder() / f"{name}.json"
+
+
+def save_record(record: Mapping[str, Any]) -> None:
+    path = _path(record["name"])
     with contextlib.suppress(OSError, ValueError):  # keep the next rank for `cluster accept`
         before = json.loads(path.read_text(encoding="utf-8"))
         if before.get("run") == record.get("run") and "next_rank" in before:
             record = {"next_rank": before["next_rank"], **record}
-    with writable(folder):
+    with writable(path.parent):
         atomic_write_text(path, json.dumps(dict(record), indent=1))
 
 
-def read_raw(name: str, folder: Path | None = None) -> tuple[bytes, float] | None:
+def read_raw(name: str) -> tuple[bytes, float] | None:
     """Return a record's bytes and time, for `restore_record`."""
-    path = (folder or state_folder()) / f"{name}.json"
     with contextlib.suppress(OSError):
-        return path.read_bytes(), path.stat().st_mtime
+        return _path(name).read_bytes(), _path(name).stat().st_mtime
     return None
 
 
-def restore_record(name: str, former: tuple[bytes, float] | None, folder: Path | None = None) -> None:
+def restore_record(name: str, former: tuple[bytes, float] | None) -> None:
     """Restore a record and its time, by which the last cluster is found."""
-    path = (folder or state_folder()) / f"{name}.json"
+    path = _path(name)
     if former is None:
         path.unlink(missing_ok=True)
     elif not path.exists() or path.read_bytes() != former[0]:
@@ -65,10 +67,9 @@ def restore_record(name: str, former: tuple[bytes, float] | None, folder: Path |
         os.utime(path, (former[1], former[1]))
 
 
-def load_record(name: str | None, folder: Path | None = None) -> dict[str, Any]:
+def load_record(name: str | None) -> dict[str, Any]:
     """Return the record of this cluster, or of the one started last."""
-    folder = folder or state_folder()
-    found = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
+    found = sorted(state_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise UserError("no cluster was started from this machine; start one: smolcluster up cluster.yaml")
     known = {path.stem: path for path in found}

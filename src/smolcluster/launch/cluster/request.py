@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +26,6 @@ from smolcluster.launch.cluster.layout import (
     ClusterLayout,
     ClusterRecord,
     as_record,
-    cluster_name,
     from_record,
     plan_layout,
 )
@@ -45,7 +45,10 @@ class ClusterRequest:
 
     @property
     def name(self) -> str:
-        return cluster_name(self.config, self.file)
+        """The cluster's name: from its file, or the file's name in characters that folders and tmux allow."""
+        if self.config.cluster.name is not None:
+            return self.config.cluster.name
+        return "local" if self.file is None else re.sub(r"[^A-Za-z0-9_-]+", "-", self.file.stem).strip("-") or "cluster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

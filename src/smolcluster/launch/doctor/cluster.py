@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,40 +10,17 @@ from smolcluster.launch.cluster.archive import requirements
 from smolcluster.launch.cluster.host import Host, HostError
 from smolcluster.launch.cluster.layout import ClusterLayout
 from smolcluster.launch.cluster.request import requirements_of
-from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, bad, good, known_remedy, warning
+from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, bad, good, warning
 from smolcluster.observe.text import size
 
-# HostError.layer -> layer
-_LAYERS = {
-    "name": Layer.NAME,
-    "route": Layer.ROUTE,
-    "port": Layer.PORT,
-    "host key": Layer.SSH,
-    "login": Layer.SSH,
-    "python": Layer.PYTHON,
-    "disk": Layer.DISK,
-    "clock": Layer.CLOCK,
-}
-# Kinds of failure of `knock` (agent/machine.py) -> layer
-_KNOCKS = {"name": Layer.NAME, "refused": Layer.PORT, "silent": Layer.FIREWALL, "route": Layer.ROUTE}
-# Remedies of HostErrors without one
-_REMEDIES = {
-    "name": known_remedy(Layer.NAME),
-    "route": "check that it is on and its network is up",
-    "login": known_remedy(Layer.SSH, 3),
-}
+_LOST = "check that it is on and its network is up"  # remedy for a lost connection
 
 
 async def examine(layout: ClusterLayout, *, accept_new: bool = False) -> list[Finding]:
     found: list[Finding] = []
     async with control.connected(layout.machines, accept_new=accept_new) as (hosts, problems):
-        found += [_problem(error) for error in problems.values()]
-        facts: dict[str, dict[str, Any]] = {}
-        for host in hosts.values():
-            try:
-                facts[host.name] = await control.look(host, layout)
-            except HostError as error:
-                found.append(_problem(error))
+        facts, failed = await control.gathered({name: control.inspect(host, layout) for name, host in hosts.items()})
+        found += [_problem(error) for error in (problems | failed).values()]
         found += [finding for name, seen in facts.items() for finding in _machine(layout, name, seen)]
         torches = await _torches({name: hosts[name] for name in facts}, requirements_of(layout))
         found += _versions(torches)
@@ -55,8 +30,8 @@ async def examine(layout: ClusterLayout, *, accept_new: bool = False) -> list[Fi
 
 
 def _problem(error: HostError) -> Finding:
-    layer = _LAYERS.get(error.layer, Layer.SSH)
-    remedy = error.remedy or _REMEDIES.get(error.layer, "").replace("HOST", error.host)
+    layer = Layer(error.layer)
+    remedy = error.remedy or (_LOST if layer is Layer.ROUTE else "")
     return Finding(layer=layer, verdict=Verdict.BAD, what=error.what, remedy=remedy, host=error.host)
 
 
@@ -80,18 +55,12 @@ def _machine(layout: ClusterLayout, name: str, seen: Mapping[str, Any]) -> list[
 
 async def _torches(hosts: Mapping[str, Host], needs: list[str]) -> dict[str, dict[str, str | None]]:
     """Return each host's torch version: `used`, or the one that is `there` but lacks other requirements."""
-
-    async def one(host: Host) -> dict[str, str | None]:
-        with contextlib.suppress(HostError):
-            wanted = control.wanted(host, needs)
-            found: dict[str, str | None] = await host.call(
-                "version_of", package="torch", wanted=wanted, folder=host.machine.folder
-            )
-            return found
-        return {"used": None, "there": None}
-
-    versions = await asyncio.gather(*map(one, hosts.values()))
-    return dict(zip(hosts, versions, strict=True))
+    asked = {
+        name: host.call("version_of", package="torch", wanted=control.wanted(host, needs))
+        for name, host in hosts.items()
+    }
+    versions, _ = await control.gathered(asked)
+    return {name: versions.get(name, {"used": None, "there": None}) for name in hosts}
 
 
 def _versions(torches: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
@@ -124,23 +93,19 @@ async def _paths(layout: ClusterLayout, hosts: Mapping[str, Host]) -> list[Findi
         opened = await anext(talk)
         if "listening" not in opened:
             return found  # the server runs already, or the port is taken, which `problems_of` reports
-        knocks = await asyncio.gather(
-            *(host.call("knock", address=layout.addresses[host.name], port=port) for host in others),
-            return_exceptions=True,
+        probes, failed = await control.gathered(
+            {host.name: host.call("probe", address=layout.addresses[host.name], port=port) for host in others}
         )
-    for host, knock in zip(others, knocks, strict=True):
-        address = f"{layout.addresses[host.name]}:{port}"
-        if isinstance(knock, HostError):
-            found.append(_problem(knock))
-        elif isinstance(knock, BaseException):
-            found.append(Finding(layer=Layer.ROUTE, verdict=Verdict.BAD, what=str(knock), host=host.name))
-        elif knock["ok"]:
-            what = f"reaches {lead} at {address} in {1e3 * knock['seconds']:.1f} ms"
-            found.append(good(Layer.ROUTE, what, host=host.name))
+    found += [_problem(error) for error in failed.values()]
+    for name, probe in probes.items():
+        address = f"{layout.addresses[name]}:{port}"
+        if "seconds" in probe:
+            what = f"reaches {lead} at {address} in {1e3 * probe['seconds']:.1f} ms"
+            found.append(good(Layer.ROUTE, what, host=name))
         else:
-            layer = _KNOCKS[knock["kind"]]
-            path = next((path for path in layout.paths if path.source == host.name), None)
+            layer = Layer(probe["layer"])
+            path = next((path for path in layout.paths if path.source == name), None)
             lost = layer in (Layer.ROUTE, Layer.FIREWALL)  # a refusal proves the path
             remedy = "; ".join(path.commands()) if lost and path is not None else ""
-            found.append(bad(layer, f"cannot reach {lead} at {address}: {knock['words']}", remedy, host=host.name))
+            found.append(bad(layer, f"cannot reach {lead} at {address}: {probe['problem']}", remedy, host=name))
     return found

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from smolcluster.errors import SmolclusterError
+from smolcluster.launch.cluster.agent.base import run_briefly
 from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, known_remedy, warning
 from smolcluster.launch.join.discovery import own_addresses
 from smolcluster.observe.text import size
@@ -46,7 +45,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _torch_and_gpu() -> Iterator[Finding]:
-    asked = _output_of([sys.executable, "-c", _ASK_TORCH])
+    asked = run_briefly(sys.executable, "-c", _ASK_TORCH, within_s=ANSWER_S)
     if asked is None:
         yield bad(Layer.GPU, f"torch.cuda.is_available(): {_SILENT}")
         return
@@ -57,7 +56,7 @@ def _torch_and_gpu() -> Iterator[Finding]:
     facts = json.loads(asked.stdout.splitlines()[-1])
     yield good(Layer.TORCH, f"torch {facts['version']}")
     tool = shutil.which("nvidia-smi")
-    listed = _output_of([tool, "-L"]) if tool else None
+    listed = run_briefly(tool, "-L", within_s=ANSWER_S) if tool else None
     if facts["cuda"]:
         yield good(Layer.GPU, ", ".join(facts["cuda"]))
     elif tool and listed is None:
@@ -70,13 +69,6 @@ def _torch_and_gpu() -> Iterator[Finding]:
         yield bad(Layer.GPU, f"nvidia-smi fails: {lines[0]}")
     else:
         yield good(Layer.GPU, "Apple's GPU (mps)" if facts["mps"] else "no GPU; training runs on the CPU")
-
-
-def _output_of(command: list[str]) -> subprocess.CompletedProcess[str] | None:
-    """Run a command; None if it times out, as with a driver that hangs."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
-    return None
 
 
 def _disk() -> Finding:

@@ -10,7 +10,6 @@ The doctor sends a TLS ClientHello; the answer tells the kind of server:
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import ssl
@@ -24,28 +23,17 @@ from smolcluster.comm.elastic.transport.handshake import Handshake
 from smolcluster.comm.elastic.transport.security import DOMAIN, Credentials, load_keyring
 from smolcluster.engine.identity import new_peer
 from smolcluster.errors import SmolclusterError
+from smolcluster.launch.cluster.agent.machine import layer_of, problem_of
 from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, known_remedy
 from smolcluster.observe.text import printable
 
 ANSWER_S = 5.0
-_NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL}
 _NO_TOKEN = "0" * 16  # the id of no token; a server still answers the handshake
 _TLS = b"\x16"  # first byte of a TLS handshake record
 _MAX_CHARACTERS = 60  # characters of another program's answer to print
 
 Address = tuple[str, int]
 T = TypeVar("T")
-
-
-def classify(error: OSError) -> Layer:
-    """Return the layer in which a connection failed."""
-    if isinstance(error, socket.gaierror):
-        return Layer.NAME
-    if isinstance(error, ConnectionRefusedError):
-        return Layer.PORT
-    if isinstance(error, TimeoutError):
-        return Layer.FIREWALL
-    return Layer.ROUTE if error.errno in _NO_ROUTE else Layer.PORT
 
 
 def examine(host: str, port: int) -> Iterator[Finding]:
@@ -62,8 +50,7 @@ def examine(host: str, port: int) -> Iterator[Finding]:
             yield good(Layer.PORT, f"{place} accepts connections")
         yield from _check_handshake((host, port))
     except OSError as error:
-        problem = "no answer in 5 s" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        yield bad(classify(error), f"{place}: {problem}")
+        yield bad(Layer(layer_of(error)), f"{place}: {problem_of(error)}")
 
 
 def _check_handshake(place: Address) -> Iterator[Finding]:

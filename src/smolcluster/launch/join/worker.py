@@ -137,8 +137,14 @@ def _check_own(config: Config) -> None:
             )
 
 
+def own_arguments(config: Config, *, same_machine: bool) -> list[str]:
+    """Return the arguments by which a launcher passes `own_overrides` to a worker."""
+    own = own_overrides(config, same_machine=same_machine)
+    return ["--override", *own] if own else []
+
+
 def own_overrides(config: Config, *, same_machine: bool) -> list[str]:
-    """Return `key=value` for the keys that a worker does not adopt from its server; launchers pass them to workers.
+    """Return `key=value` for the keys that a worker does not adopt from its server.
 
     `same_machine`: keep a loopback address of Loki, which only the server's machine reaches.
     """
@@ -156,16 +162,17 @@ def _values(plain: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {key: plain[section][name] for key in keys for section, _, name in [key.partition(".")]}
 
 
-def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> int:
+def run_joined(spec: WorkerSpec, *, log_dir: Path | None = None) -> int:
     """Run that worker in this process until the run is over. Return 0; raise when it is refused, stopped or fails."""
     from smolcluster.engine.channel import SignalChannel
     from smolcluster.engine.process.main import run_worker
+    from smolcluster.observe.console import ConsoleSink
 
-    channel = SignalChannel()
+    sinks: list[Sink] = [ConsoleSink(alone=True)]
     pushing = _LogPusher(spec, log_dir, sinks)
     logging.getLogger("smolcluster.comm.elastic.transport.tcp").addFilter(_ShowWaiting(spec.server))
     outcome = Outcome()
-    status = run_worker(spec, channel, [outcome, pushing, *sinks, _EndNotice(spec, sinks)])
+    status = run_worker(spec, SignalChannel(), [outcome, pushing, *sinks, _EndNotice(spec, sinks)])
     failed = outcome.failed
     if status == 0:
         return 0

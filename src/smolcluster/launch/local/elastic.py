@@ -13,7 +13,7 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,9 @@ LEAVE_S = 5.0  # limit for workers to leave after the server has finished
 _PROCESS = "smolcluster.engine.process.warm_elastic"
 
 
-def run_elastic(run: Prepared, *, port: int | None = None, sinks: list[Sink], command: str = "train") -> dict[str, Any]:
+def run_elastic(
+    run: Prepared, *, port: int | None = None, sinks: Sequence[Sink], command: str = "train"
+) -> dict[str, Any]:
     """Serve a run with `run.workers` workers on this machine; others may join. Return the summary, or raise.
 
     `port` None: a free port if the server binds to loopback, else cluster.port.

@@ -10,6 +10,7 @@ import functools
 import json
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ SETTLE_S = 0.5  # after the first death: time to see which rank died first
 _PROCESS = "smolcluster.engine.process.main"
 
 
-def run_local(run: Prepared, *, sinks: list[Sink]) -> dict[str, Any]:
+def run_local(run: Prepared, *, sinks: Sequence[Sink]) -> dict[str, Any]:
     """Train on `run.workers` processes of this machine. Return the summary; raise when the run fails or is interrupted."""
     check_not_in_worker()
     check_no_lost_commits(run.run_dir, run.resume)

@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ FAREWELL_S = 3.0  # limit for the other launchers to receive the end of the run
 _PROCESS = "smolcluster.engine.process.warm_mesh"
 
 
-def run_restarting(run: Prepared, elastic: ElasticRange, *, sinks: list[Sink]) -> dict[str, Any]:
+def run_restarting(run: Prepared, elastic: ElasticRange, *, sinks: Sequence[Sink]) -> dict[str, Any]:
     """Train to the end across restarts. Return the summary on the leader, elsewhere only status and run directory."""
     check_not_in_worker()
     cluster = run.config.cluster
@@ -265,7 +266,7 @@ class RestartPolicy(Policy):
         self.supervisor.report(failed)
         why = f"rank {failed.rank} on {self.host} died: {exit_reason(failed).splitlines()[0]}"
         if failed.user_error is not None:
-            self.rendezvous.report(mistake=str(failed.user_error))
+            self.rendezvous.report(user_error=str(failed.user_error))
             raise failed.user_error
         self.log_tail = log_tail(failed)
         slot = self.slots[self.group.index(failed)]

@@ -10,8 +10,8 @@ and has rank 0 and the run directory. Fields of a launcher's report:
     host, workers     its name, how many workers it offers
     asks              the round it is ready for; a member that asks for the next has left the current one
     why               what ended the round there; `victim`: its worker only lost a peer elsewhere
-    mistake           a user error there; `leaves`: interrupted by the user; `done`: its workers have finished
-    decree, port      leader only: the current round; the port of its rank 0
+    user_error        a user error there; `leaves`: interrupted by the user; `done`: its workers have finished
+    plan, port        leader only: the current round; the port of its rank 0
     over              leader only: how the run ended
 
 torch's rendezvous is not used: it unpickles what any machine writes into its store, and compares clocks between machines.
@@ -127,8 +127,8 @@ def _is_launcher(fields: Fields) -> bool:
 
 
 def _departure(fields: Fields) -> str:
-    if fields.get("mistake"):
-        return f"{fields.get('host')} has left: {fields['mistake']}"
+    if fields.get("user_error"):
+        return f"{fields.get('host')} has left: {fields['user_error']}"
     return f"{fields.get('host')} {'has left' if fields.get('leaves') else 'is gone'}"
 
 
@@ -211,7 +211,7 @@ class Rendezvous:
             return False
         world_size, parts = found
         self.current = RoundPlan(number=self.current.number + 1, world_size=world_size, parts=parts, **make())
-        self.report(decree=asdict(self.current))
+        self.report(plan=asdict(self.current))
         return True
 
     def _follow(self) -> bool:
@@ -220,7 +220,7 @@ class Rendezvous:
         return 0 < self._mine["asks"] <= self.current.number and bool(self.current.ranks(self.me))
 
     def _announced(self) -> RoundPlan:
-        plan = self._leader().get("decree")
+        plan = self._leader().get("plan")
         return self.current if not plan or plan["number"] <= self.current.number else RoundPlan(**plan)
 
     # While it lasts
@@ -237,8 +237,8 @@ class Rendezvous:
             raise RunOver(None if kind is None else kind(over["message"]))
         # A user error ends the run only in the first round; a machine that joins later just leaves.
         for fields in (*self.launchers.values(), *self.gone.values()):
-            if self.leads and fields.get("mistake") and self.current.number <= 1:
-                raise UserError(f"{fields.get('host')}: {fields['mistake']}")
+            if self.leads and fields.get("user_error") and self.current.number <= 1:
+                raise UserError(f"{fields.get('host')}: {fields['user_error']}")
         if self._client is not None and self._client.lost is not None:
             how = f"sent no heartbeat for {SILENT_S:g} s" if self._client.lost == SILENT else "closed its connection"
             raise WorkerFailed(f"the leader at --rdzv-endpoint {how}; the run has ended")

@@ -17,6 +17,7 @@ from smolcluster.launch.cluster.agent.processes import is_alive
 
 LEFT_S = 86400.0  # age after which a partial upload is deleted
 COPIES = 3  # of the package that are kept, for users who go back to older code
+READ_BYTES = 1 << 20  # limit of `read`
 PAST_BYTES = 64 << 10  # of a log that `tail` and the start of `follow` read
 
 
@@ -87,10 +88,10 @@ def keep_secret(folder: str, name: str, data: bytes, **_: Any) -> None:
     write_private(private_home(folder, name) / "token", data)
 
 
-def read(folder: str, place: str, most: int = 1 << 20, **_: Any) -> str | None:
+def read(folder: str, place: str, **_: Any) -> str | None:
     """Return the start of a text file; None if it cannot be read."""
     with contextlib.suppress(OSError), (root_of(folder) / place).open("rb") as file:
-        return file.read(most).decode("utf-8", "replace")
+        return file.read(READ_BYTES).decode("utf-8", "replace")
     return None
 
 

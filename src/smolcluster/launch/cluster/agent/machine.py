@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import shutil
@@ -15,8 +16,11 @@ from smolcluster.launch.cluster.agent.base import root_of, run_briefly, say
 from smolcluster.launch.cluster.agent.environment import ready_python
 from smolcluster.launch.cluster.agent.processes import states
 
+CONNECT_S = 5.0
+_NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL}
 
-def look(
+
+def inspect(
     folder: str, name: str, listens: list[Any] | None = None, wanted: dict[str, Any] | None = None, **_: Any
 ) -> dict[str, Any]:
     """Return facts about this machine; changes nothing. `wanted`: arguments of `ready_python`, to check for an environment."""
@@ -84,17 +88,26 @@ def listen(bind: str, port: int, within_s: float, **_: Any) -> None:
             say(beat=True)
 
 
-def knock(address: str, port: int, within_s: float = 5.0, **_: Any) -> dict[str, Any]:
-    """Return whether a port can be reached from here, and if not, how it fails."""
+def probe(address: str, port: int, **_: Any) -> dict[str, Any]:
+    """Connect to a port. Return how long it took, or the layer that fails and the problem."""
     began = time.monotonic()
     try:
-        with socket.create_connection((address, port), timeout=within_s):
-            return {"ok": True, "seconds": time.monotonic() - began}
-    except socket.gaierror as error:
-        return {"ok": False, "kind": "name", "words": error.strerror or str(error)}
-    except ConnectionRefusedError:
-        return {"ok": False, "kind": "refused", "words": "connection refused"}
-    except TimeoutError:
-        return {"ok": False, "kind": "silent", "words": f"no answer in {within_s:g} s"}
+        with socket.create_connection((address, port), timeout=CONNECT_S):
+            return {"seconds": time.monotonic() - began}
     except OSError as error:
-        return {"ok": False, "kind": "route", "words": error.strerror or str(error)}
+        return {"layer": layer_of(error), "problem": problem_of(error)}
+
+
+def layer_of(error: OSError) -> str:
+    """Return the layer in which a connection failed, by the names of `doctor/layers.py`."""
+    if isinstance(error, socket.gaierror):
+        return "name"
+    if isinstance(error, ConnectionRefusedError):
+        return "port"
+    if isinstance(error, TimeoutError):
+        return "firewall"
+    return "route" if error.errno in _NO_ROUTE else "port"
+
+
+def problem_of(error: OSError) -> str:
+    return f"no answer in {CONNECT_S:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)

@@ -11,13 +11,13 @@ from smolcluster.launch.cluster.agent.base import AgentError, say
 from smolcluster.launch.cluster.agent.environment import environment, version_of
 from smolcluster.launch.cluster.agent.files import has, keep_secret, read, tail, unpack
 from smolcluster.launch.cluster.agent.following import copy, follow
-from smolcluster.launch.cluster.agent.machine import knock, listen, look
+from smolcluster.launch.cluster.agent.machine import inspect, listen, probe
 from smolcluster.launch.cluster.agent.processes import begin, start, states, stop
 
 OPERATIONS = {
     operation.__name__: operation
     for operation in (
-        *(look, version_of, listen, knock, unpack, has, keep_secret, read, tail, environment),
+        *(inspect, version_of, listen, probe, unpack, has, keep_secret, read, tail, environment),
         *(begin, start, states, follow, copy, stop),
     )
 }
