@@ -337,14 +337,23 @@ def test_what_the_package_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("logging", "extra"), [("", []), ("logging: {prometheus_port: 9464}\n", ["prometheus-client"])]
+    ("settings", "extra"),
+    [
+        ("", []),
+        ("logging: {prometheus_port: 9464}\n", ["prometheus-client"]),
+        ("logging: {tensorboard: true, wandb: true}\n", ["tensorboard", "wandb"]),
+        ("data: {name: wikitext-2}\n", ["tiktoken"]),
+        ("data: {name: 'hf:some/data', tokenizer: bytes}\n", ["tiktoken"]),
+        ("data: {tokenizer: chars}\n", []),
+    ],
 )
-def test_machines_that_serve_metrics_get_the_package(
-    logging: str, extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_machines_get_the_packages_that_the_configuration_needs(
+    settings: str, extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packages = ["torch", 'prometheus-client; extra == "prometheus"', 'wandb; extra == "wandb"']
+    extras = {"prometheus": "prometheus-client", "tensorboard": "tensorboard", "wandb": "wandb", "data": "tiktoken"}
+    packages = ["torch", *(f'{package}; extra == "{extra}"' for extra, package in extras.items())]
     monkeypatch.setattr("importlib.metadata.requires", lambda _: packages)
-    layout = laid_out(f"strategy: allreduce\ncluster:\n  hosts:\n    a: local\n{logging}", tmp_path)
+    layout = laid_out(f"strategy: allreduce\ncluster:\n  hosts:\n    a: local\n{settings}", tmp_path)
     assert requirements_of(layout) == ["torch", *extra]
 
 

@@ -16,6 +16,7 @@ from smolcluster.comm.elastic.transport.security import TokenEntry, TokenFile, f
 from smolcluster.config import Overrides, list_overrides, load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.config.strategies import check_name
+from smolcluster.data.names import HF_PREFIX
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster.archive import pack_package, pack_user_files, requirements
 from smolcluster.launch.cluster.control import Deployment
@@ -167,8 +168,14 @@ def plan_deployment(
 
 def requirements_of(layout: ClusterLayout) -> list[str]:
     """Return the requirements of its machines, for pip."""
-    extras = {"elastic": ["cluster"], SERVING: ["cluster", "serve"]}.get(layout.plane, [])
-    return requirements(extras=[*extras, *(["prometheus"] if layout.config.logging.prometheus_port else [])])
+    config, extras = layout.config, {"elastic": ["cluster"], SERVING: ["cluster", "serve"]}.get(layout.plane, [])
+    chosen = {
+        "prometheus": config.logging.prometheus_port is not None,
+        "tensorboard": config.logging.tensorboard,
+        "wandb": config.logging.wandb,
+        "data": config.data.tokenizer not in (None, "bytes", "chars") or config.data.name.startswith(HF_PREFIX),
+    }
+    return requirements(extras=[*extras, *(extra for extra, wanted in chosen.items() if wanted)])
 
 
 def new_run(config: Config) -> str:
