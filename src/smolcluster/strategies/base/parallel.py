@@ -36,7 +36,7 @@ from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_fi
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
-from smolcluster.parallel.axes import Axes, machines
+from smolcluster.parallel.axes import Axes, group_of, machines
 from smolcluster.parallel.context import SequenceShards
 from smolcluster.parallel.exchange import GradientExchange
 from smolcluster.parallel.pipe import Pipe
@@ -186,9 +186,7 @@ class Parallel(Strategy[OptionsT]):
 
     def _group_along(self, *axes: str) -> Group:
         """Return the group of this rank along these axes. Every rank creates all groups."""
-        mine: Group | None = None
-        for ranks in self.mesh_axes.lines(*axes):
-            mine = self.context.group.sub(ranks) or mine
+        mine = group_of(self.context.group, self.mesh_axes.lines(*axes))
         assert mine is not None
         return mine
 
