@@ -87,6 +87,12 @@ def cost_of_stage(
     )
 
 
+def shard_shape(shape: Sequence[int], place: int, size: int) -> tuple[int, ...]:
+    """Return the shape of the shard at this place of `size`: rows, as torch.chunk distributes them."""
+    rows = -(-shape[0] // size)
+    return (max(0, min(rows, shape[0] - place * rows)), *shape[1:])
+
+
 def _bytes_in(dtype: str | None, own: int, *, otherwise: int) -> int:
     """Return the bytes of a number of `own` bytes after rounding to `dtype`; fp32 does not round."""
     size = otherwise if dtype is None else DTYPES[dtype].itemsize

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,25 +14,12 @@ from smolcluster.comm.fragmented import Fragmented
 from smolcluster.comm.rounds import Contribution
 from smolcluster.config.options import RoundOptions, Streaming
 from smolcluster.strategies.base.late_work import LateWork
+from smolcluster.strategies.base.local_round import LocalRound
 from smolcluster.strategies.base.replicated import Exchanging
 
 log = logging.getLogger(__name__)
 
 LocalStepsT = TypeVar("LocalStepsT", bound=RoundOptions)
-
-
-@dataclass(slots=True)
-class LocalRound:
-    """The local progress of a round."""
-
-    first: int  # updates at its start
-    samples: int = 0
-    weight: float = 0.0
-    loss: Tensor | float = 0.0  # the sum of weighted losses
-    compute_s: float = 0.0
-    counted: bool = False  # the task counts targets
-    steps: int = 0
-    since: float = 0.0  # the end of its first step, by time.perf_counter
 
 
 class LateRounds(Exchanging[LocalStepsT]):

@@ -65,15 +65,13 @@ from smolcluster.parallel.encoding import summed_by_workers
 from smolcluster.parallel.fragments import deal
 from smolcluster.parallel.placement import Node, Placement, Shape
 from smolcluster.strategies.base import Scope, State, StepReport
-from smolcluster.strategies.base.late_rounds import LateRounds, LocalRound, LocalStepsT
+from smolcluster.strategies.base.late_rounds import LateRounds, LocalStepsT
 from smolcluster.strategies.base.late_work import LateWork
+from smolcluster.strategies.base.local_round import LATE, MOMENTS, OUTER, ROUND, WEIGHTS, LocalRound
 from smolcluster.tasks.base import Task
 
-# Prefixes in `State.own`
-WEIGHTS, MOMENTS, ROUND, LATE = "weights/", "optimizer/", "round/", "late/"
-START, EAGER = "start/", "eager/"
+START, EAGER = "start/", "eager/"  # prefixes in `State.own`
 OF_ROUNDS = (WEIGHTS, MOMENTS, ROUND, LATE, START, EAGER)
-OUTER = "outer/"  # prefix in `State.shared`
 
 
 class LocalSteps(LateRounds[LocalStepsT]):
@@ -392,10 +390,7 @@ class LocalSteps(LateRounds[LocalStepsT]):
             anchors = {id(p): anchor for p, anchor in zip(self.replica.parameters, self._anchor, strict=True)}
             tensors = self.replica.model.state_dict(keep_vars=True)
             trained = {name: anchors[id(tensor)] for name, tensor in tensors.items() if id(tensor) in anchors}
-            own |= {f"{WEIGHTS}{name}": state.weights[name] for name in self._names()}
-            mine = self._mine
-            done = {"first": mine.first, "samples": mine.samples, "weight": mine.weight, "loss": mine.loss}
-            own |= {f"{ROUND}{name}": torch.as_tensor(value, dtype=torch.float64) for name, value in done.items()}
+            own |= {f"{WEIGHTS}{name}": state.weights[name] for name in self._names()} | self._mine.state()
             state.weights = {**state.weights, **trained}
         if self._streaming.eager:
             own |= {f"{START}{name}": tensor for name, tensor in zip(self._names(), self._start, strict=True)}
@@ -409,9 +404,8 @@ class LocalSteps(LateRounds[LocalStepsT]):
     def load_state(self, state: State) -> None:
         self._check_fragments(state)
         own = state.own
-        moments = {name.removeprefix(MOMENTS): tensor for name, tensor in own.items() if name.startswith(MOMENTS)}
         buffers = {name: tensor for name, tensor in own.items() if not name.startswith(OF_ROUNDS)}
-        super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
+        super().load_state(replace(state, optimizer=under(MOMENTS, own) or state.optimizer, own=buffers))
         if self.context.server_context is not None:
             return
         self._applied = self.replica.updates
@@ -422,15 +416,15 @@ class LocalSteps(LateRounds[LocalStepsT]):
                 self._start, [own.get(f"{START}{n}", a) for n, a in zip(self._names(), self._anchor, strict=True)]
             )
             load_named_state(self.replica.model, self._outer_of_mine, under(EAGER, own))
-        if f"{ROUND}first" in own:
-            self._load_round(own)
+        if (middle := LocalRound.saved_in(own)) is not None:
+            self._mine = middle
+            self._load_middle(own)
         if late := under(LATE, own):
             self._late.load(self._names(), late)
 
     def _load_rounds(self, state: State) -> None:
         if self.context.server_context is None:
-            outer = {n.removeprefix(OUTER): tensor for n, tensor in state.shared.items() if n.startswith(OUTER)}
-            load_named_state(self.replica.model, self.outer, outer)
+            load_named_state(self.replica.model, self.outer, under(OUTER, state.shared))
             torch._foreach_copy_(self._anchor, [parameter.detach() for parameter in self.replica.parameters])
         super()._load_rounds(state)
 
@@ -444,14 +438,11 @@ class LocalSteps(LateRounds[LocalStepsT]):
             )
 
     @torch.no_grad()
-    def _load_round(self, own: Mapping[str, Tensor]) -> None:
-        """Continue in the middle of a round."""
-        first, samples, weight, loss = (float(own[f"{ROUND}{name}"]) for name in ("first", "samples", "weight", "loss"))
-        self._mine = LocalRound(int(first), int(samples), weight, loss)
+    def _load_middle(self, own: Mapping[str, Tensor]) -> None:
+        """Continue in the middle of a round, with this worker's weights and the results that they do not have yet."""
         tensors = self.replica.model.state_dict()
-        for name, tensor in own.items():
-            if name.startswith(WEIGHTS):
-                tensors[name.removeprefix(WEIGHTS)].copy_(tensor)
+        for name, tensor in under(WEIGHTS, own).items():
+            tensors[name].copy_(tensor)
         if self.context.fixed_group is None:  # the anchor has the results that were in flight
             last, h = self._applied // self.local_steps * self.local_steps, self.local_steps
             flying = range(last, max(0, self._applied - self._streaming.overlap), -h)
