@@ -64,10 +64,10 @@ class TensorParallel(Parallel[TensorT]):
     def parts(cls, options: TensorT, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
         return [shared_shapes(model, part, axes.tp) for part in super().parts(options, model, axes, nodes)]
 
-    def shard_layers(self, model: nn.Module) -> Fusions | None:
-        """Shard the model's layers along tp by its table of styles. Return how its fused layers were reordered."""
+    def shard_layers(self, model: nn.Module) -> Fusions:
+        """Shard the model's layers along tp by its table of styles."""
         if self.mesh_axes.tp == 1:
-            return None
+            return super().shard_layers(model)
         assert self.mesh is not None
         mesh, sequence_parallel = self.mesh["tp"], self.options.sequence_parallel
         size = mesh.size()
