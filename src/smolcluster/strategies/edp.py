@@ -92,7 +92,7 @@ class EDP(Pushing[EDPOptions]):
     def plan(cls, options: EDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         if shape is None:
             return Placement(seats=workers_and_server(nodes))
-        n, size = len(nodes), shape.parameters * shape.bytes_per_parameter
+        n, size = len(nodes), shape.parameter_bytes
         gradients, weights = bytes_on_the_wire(options, shape)
         interval = options.worker_update_interval
         follows = interval > 1

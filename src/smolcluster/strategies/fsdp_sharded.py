@@ -42,7 +42,6 @@ from smolcluster.parallel.axes import Axes, divisors, ranks_per_machine
 from smolcluster.parallel.exchange import GradientExchange
 from smolcluster.parallel.fsdp2 import Fsdp2Exchange
 from smolcluster.parallel.owned_buckets import OwnedBuckets
-from smolcluster.parallel.zero import Zero, zero_of
 from smolcluster.strategies.base.parallel import Parallel
 from smolcluster.strategies.fsdp import lower_dtype
 
@@ -57,8 +56,8 @@ class ShardedFSDP(Parallel[ShardT]):
         return shard_axes(Axes(shards=len(hosts)), options, hosts, "{} workers")
 
     @classmethod
-    def zero(cls, options: ShardT) -> Zero:
-        return zero_of(options)
+    def sharding(cls, options: ShardT) -> ShardOptions:
+        return options
 
     def make_exchange(self) -> GradientExchange:
         """Return the gradient exchange of `fsdp_stage` along the data axis."""

@@ -88,7 +88,7 @@ class LocalSteps(LocalState[LocalStepsT]):
         placement = cls.exchanged(options, nodes, shape)
         if shape is None:
             return placement
-        size, h = shape.parameters * shape.bytes_per_parameter, options.steps_per_round
+        size, h = shape.parameter_bytes, options.steps_per_round
         eager = int(options.streaming.eager)
         try:
             largest = largest_share(shape.model, options.streaming.fragments)

@@ -35,6 +35,7 @@ from smolcluster.comm.mesh.torch_traffic import EngineTraffic
 from smolcluster.comm.sharded import copies, gradient, whole
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
+from smolcluster.config.options import ShardOptions
 from smolcluster.errors import UserError
 from smolcluster.parallel.axes import Axes, group_of, machines
 from smolcluster.parallel.context import SequenceShards
@@ -43,7 +44,7 @@ from smolcluster.parallel.pipe import Pipe
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape
 from smolcluster.parallel.stages import COPY, Shapes
 from smolcluster.parallel.tensor_styles import Fusions
-from smolcluster.parallel.zero import Zero, cost_of_stage
+from smolcluster.parallel.zero import cost_of_stage
 from smolcluster.strategies.base import OptionsT, Share, StepReport, build_replica
 from smolcluster.strategies.base.partial_state import PartialState
 from smolcluster.strategies.base.replicated import train_alone
@@ -57,9 +58,9 @@ class Parallel(PartialState[OptionsT]):
         """Return the mesh axes. `hosts`: the machine of each rank."""
 
     @classmethod
-    def zero(cls, options: OptionsT) -> Zero:
-        """Return what is sharded along the data axis."""
-        return Zero()
+    def sharding(cls, options: OptionsT) -> ShardOptions:
+        """Return what is sharded along the data axis (ZeRO)."""
+        return ShardOptions.model_validate({"fsdp_stage": 0})
 
     @classmethod
     def cuts_sequences(cls, options: OptionsT) -> bool:
@@ -92,11 +93,11 @@ class Parallel(PartialState[OptionsT]):
         stages = [shape.tensors if axes.tp == axes.pp == 1 else ()]
         if shape.model is not None:
             stages = [list(part.values()) for part in cls.parts(options, shape.model, axes, nodes)]
-        zero, gathers = cls.zero(options), cls.gathers(options, axes, nodes)
+        sharding, gathers = cls.sharding(options), cls.gathers(options, axes, nodes)
         costs = []
         for coords in map(axes.coords, range(len(nodes))):
             tensors, place = stages[coords["pp"] % len(stages)], coords["dp"] * axes.cp + coords["cp"]
-            costs.append(cost_of_stage(zero, shape, axes, tensors, place=place, gathers=gathers))
+            costs.append(cost_of_stage(sharding, shape, axes, tensors, place=place, gathers=gathers))
         return costs
 
     def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
@@ -149,7 +150,7 @@ class Parallel(PartialState[OptionsT]):
 
     def _check_machines(self) -> None:
         """Check that all ranks see the same number of ranks per machine: without a cluster file each knows only its own."""
-        if self.zero(self.options).by_machine:
+        if self.sharding(self.options).shard_size == "node":
             seen = gather_json(self.context.group, self.mesh_axes.shards)
             if len(set(seen)) > 1:
                 raise UserError(
@@ -160,7 +161,7 @@ class Parallel(PartialState[OptionsT]):
     def _check_backend(self) -> None:
         """Refuse gloo for GPU tensors in torch's engine: gloo would read device memory as host memory and crash."""
         context, group, axes = self.context, self.context.group, self.mesh_axes
-        by_torch = max(axes.pp, axes.tp, axes.cp) > 1 or (axes.data > 1 and self.zero(self.options).stage >= 2)
+        by_torch = max(axes.pp, axes.tp, axes.cp) > 1 or (axes.data > 1 and self.sharding(self.options).fsdp_stage >= 2)
         if by_torch and context.device.type != "cpu" and getattr(group, "backend", "") == "gloo":
             raise UserError(
                 f"{context.config.strategy.name} on {context.device.type} cannot exchange over gloo; use --backend nccl with a "
