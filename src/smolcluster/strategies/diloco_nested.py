@@ -14,10 +14,10 @@ Blocks of a codec are those of a rank's shards. Means over a mesh of (sites, sha
 
 Memory of a rank: that of fsdp, and for its shards theta, the outer momentum and what is exchanged: 12 P/n, 4 P/n more for m.
 
-A checkpoint has theta whole, and of every rank its own shards: of the inner moments, the outer momentum and error feedback, in
-the middle of a round also of w. The same sites go on to the bit; others start from theta, and the moments of the first site.
+A checkpoint has the whole theta, and the shards of every rank: of the inner moments, the outer momentum and error feedback, in
+the middle of a round also of w. The same sites resume bitwise; others start from theta, and the moments of the first site.
 
-Rounds are waited for, of the whole model: without fragments and overlap. Mesh plane only.
+A round exchanges the whole model and is waited for: no fragments, no overlap. Mesh plane only.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ A pull overlaps with computing. Its weights are used at a step boundary, before 
 that is at once, so one worker with interval 1 equals `single`.
 
 Staleness is expensive: with momentum 0.9 and gradients one version old, SGD is stable up to a curvature 38 times smaller than
-without delay. Three methods reduce it:
+without delay. Three methods reduce it, the last two with an interval above 1:
 
 - Equal time (`balance`): the server leases samples in proportion to measured speed, a global batch in total, so that all
   workers push at about the same time. A share above the batch size is computed in micro-batches.

@@ -146,13 +146,13 @@ class Exchanging(Replicated[OptionsT]):
         raise AssertionError(f"{type(self).__name__} waits for all")
 
     def unlease_late(self) -> None:
-        """The samples of what was set aside are in no lease of this worker."""
+        """Forget the samples of what was set aside: they are in no lease of this worker."""
 
     def forget_late(self, reason: str) -> None:
         """Drop what was set aside."""
 
     def go_on_alone(self) -> None:
-        """Go on from the weights that were set aside."""
+        """Continue from the weights that were set aside."""
         raise AssertionError(f"{type(self).__name__} does not train alone")
 
     def come_back(self) -> None:
