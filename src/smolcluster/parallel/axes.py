@@ -83,9 +83,6 @@ class Axes:
             )
         return seats
 
-    def __str__(self) -> str:
-        return f"dp {self.dp} x cp {self.cp} x tp {self.tp} x pp {self.pp}"
-
 
 def machines(places: Sequence[Node | Seat]) -> list[str]:
     """Return the machine of each rank."""

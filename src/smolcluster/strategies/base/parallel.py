@@ -224,7 +224,7 @@ class Parallel(PartialState[OptionsT]):
                 replica.buffers.check()
         comm = Span(context.device)
         if pipe is not None:
-            pipe.join_twins()
+            pipe.sum_shared()
         self._exchange.finish()
         loss, norm, stop = self._reduce_scalars(loss if part is None else loss * (part / self.weight))
         comm.end()
@@ -267,8 +267,10 @@ class Parallel(PartialState[OptionsT]):
 
     def _squares(self) -> Tensor:
         """Return the sum of squares of the local gradients, each divided by the number of ranks that hold it."""
-        twins = set() if self._pipe is None else self._pipe.copied
-        parts = [(p, mine) for p in self.replica.parameters if p not in twins and (mine := gradient(p)) is not None]
+        counted_before = set() if self._pipe is None else self._pipe.copied
+        parts = [
+            (p, mine) for p in self.replica.parameters if p not in counted_before and (mine := gradient(p)) is not None
+        ]
         device = self.context.group.device
         if not parts:
             squares = torch.zeros(0, dtype=torch.float64, device=device)
@@ -294,7 +296,7 @@ class Parallel(PartialState[OptionsT]):
     def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
         self._evaluated = True
         with self._traffic.counted(), self._engine():
-            model = self.replica.model if self._pipe is None else self._pipe.answering(part)
+            model = self.replica.model if self._pipe is None else self._pipe.forward(part)
             if model is None:
                 return {}
             metrics = (

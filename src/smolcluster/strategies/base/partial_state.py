@@ -53,11 +53,11 @@ class PartialState(Strategy[OptionsT]):
         boxes: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
         full_shapes: dict[str, dict[str, list[int]]] = {kind: {} for kind in kinds}
         parameters = self.replica.model.state_dict(keep_vars=True)
-        twins = set() if self._pipe is None else self._pipe.copied
+        saved_before = set() if self._pipe is None else self._pipe.copied
         for kind, tensors in kinds.items():
             for name, tensor in tensors.items():
                 plain = name if kind == "weights" else name.partition("/")[2]
-                if name.endswith(COPY) or parameters[plain] in twins:
+                if name.endswith(COPY) or parameters[plain] in saved_before:
                     continue
                 full_shapes[kind][name] = list(tensor.shape)
                 part, (offsets, _) = local(tensor), place(tensor)
