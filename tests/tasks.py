@@ -99,9 +99,9 @@ class _Vector(nn.Module):
 
 
 class OwnNumber(Double):
-    """Each worker moves a number of its own, by the learning rate in each step of SGD: the weights say whose steps counted.
+    """Each worker changes a number of its own, by the learning rate in each step of SGD: the weights show whose steps counted.
 
-    STALL is a rank and a folder: this worker rests in a step while a file `stall` is there.
+    STALL is a rank and a folder: this worker waits in a step while the folder has a file `stall`.
     """
 
     def model(self) -> nn.Module:
@@ -132,14 +132,14 @@ class _Turn(nn.Module):
 
 
 class Turned(Double):
-    """What the middle layer gives does not lie in memory as it is read."""
+    """The output of the middle layer is not contiguous."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(12, 24), _Turn(), nn.Linear(4, 4), nn.Flatten(), nn.Linear(24, 2)).to(self.dtype)
 
 
 class _Named(nn.Module):
-    """A part of one name ends as the name of another."""
+    """The name of one module ends with the name of another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class Skips(Double):
 
 
 class NeverUsed(OneWeight):
-    """More of its parameters are not used than are: where they are dealt out, somebody has only such."""
+    """More of its parameters are unused than used: where they are sharded, one rank owns only unused ones."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -342,7 +342,7 @@ class Failing(Tiny):
 
 
 class Fingerprint(Tiny):
-    """Every rank says which weights it evaluates."""
+    """Logs a hash of the weights that this rank evaluates."""
 
     quick_check = False  # those of the beginning would be the first
 
@@ -466,7 +466,7 @@ class Weighed(Double):
 
 
 class Overclaims(Double):
-    """On rank 1 it says that more counts than its samples can have."""
+    """Rank 1 reports more counted targets than its samples can have."""
 
     def count(self, batch: Any) -> float:
         return 2.0**50 if os.environ.get("TEST_RANK") == "1" else float(len(batch[0]))
@@ -984,7 +984,7 @@ class Unlike(Double):
 
 
 def _told(apply: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Apply the result of a round, and write down the weights."""
+    """Apply the result of a round, and write the hash of the weights to a file."""
 
     def applied(strategy: Any, result: Any) -> None:
         from smolcluster.engine.checkpoint.safetensors_writer import weights_sha256
@@ -1010,12 +1010,12 @@ class HashedTiny(SlowTiny):
 
 
 def another_size(*args: Any, **kwargs: Any) -> dict[str, str]:
-    """What a rank says of itself that was started with another --world-size."""
+    """Return what a rank with another --world-size reports."""
     return {"world size": "5"}
 
 
 def gpu_of_its_own(*args: Any, **kwargs: Any) -> str:
-    """What a rank says of itself that could use NCCL."""
+    """Return what a rank that could use NCCL reports."""
     return f"cuda {os.getpid()}"
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.world import World
+from tests.world import ElasticWorld, World
 
 from smolcluster.engine.checkpoint.snapshot import read_checkpoint
+
+# Of the fixtures in conftest.py
+Single = Callable[..., World]
+EqualsSingle = Callable[..., World]
 
 STEPS = 8
 COMMON: dict[str, Any] = {
@@ -28,9 +33,21 @@ GPT: dict[str, Any] = {
     "model.ff_dim": 64,
     "training.eval_samples": 24,
 }
+LLAMA_PARTS: dict[str, Any] = {
+    "model.position": "rotary",
+    "model.norm": "rmsnorm",
+    "model.activation": "swiglu",
+    "model.num_kv_heads": 2,
+    "model.tie_head": False,
+}
 
 
-def weights(world: World) -> dict[str, torch.Tensor]:
+def named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a strategy by dotted names."""
+    return {f"strategy.{key}": value for key, value in options.items()}
+
+
+def weights(world: World | ElasticWorld) -> dict[str, torch.Tensor]:
     return dict(read_checkpoint(Path(world.summary["checkpoint"])).weights)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.equivalence.same_run import COMMON, STEPS, assert_same_run, weights
+from tests.equivalence.same_run import COMMON, STEPS, EqualsSingle, Single, named, weights
 from tests.tasks import Double, spirals
 from tests.world import run_world
 from torch import nn
@@ -22,50 +22,56 @@ from smolcluster.data.sampler import Sampler
 
 
 @pytest.mark.parametrize(("clip", "accumulation"), [(None, 1), (0.05, 1), (None, 3)])
-def test_equals_single_at_the_same_global_batch(tmp_path: Path, clip: float | None, accumulation: int) -> None:
-    """With both at once: tests/conformance."""
-    size, config = 3, COMMON | {"training.grad_clip_norm": clip}
-    whole = {"training.batch_size": 12 * accumulation}  # in one piece, where the others accumulate
-    one = run_world(1, tmp_path / "one", config | whole, task="Double", strategy="single")
-    parts = {"training.batch_size": 12 // size, "training.grad_accumulation": accumulation}
-    many = run_world(size, tmp_path / "many", config | parts, task="Double")
-    assert_same_run(one, many, tolerance=1e-10)
+def test_equals_single_at_the_same_global_batch(
+    equals_single: EqualsSingle, clip: float | None, accumulation: int
+) -> None:
+    """On one process in one piece, where the others accumulate. With both at once: tests/conformance."""
+    whole = COMMON | {"training.grad_clip_norm": clip, "training.batch_size": 12 * accumulation}
+    equals_single("allreduce", 3, whole, {"training.batch_size": 4, "training.grad_accumulation": accumulation})
 
 
 @pytest.mark.usual(when=lambda size: size == 3)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_equals_single_in_single_precision(tmp_path: Path, size: int) -> None:
-    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 24}, task="Tiny", strategy="single")
-    many = run_world(size, tmp_path / "many", COMMON | {"training.batch_size": 24 // size}, task="Tiny")
-    assert_same_run(one, many, tolerance=2e-5)
+def test_equals_single_in_single_precision(equals_single: EqualsSingle, size: int) -> None:
+    config, parts = COMMON | {"training.batch_size": 24}, {"training.batch_size": 24 // size}
+    equals_single("allreduce", size, config, parts, task="Tiny", tolerance=2e-5)
 
 
-def test_one_worker_is_bitwise_single(tmp_path: Path) -> None:
-    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 8}, task="Dropout", strategy="single")
-    alone = run_world(1, tmp_path / "alone", COMMON | {"training.batch_size": 8}, task="Dropout")
+def test_one_worker_is_bitwise_single(tmp_path: Path, single: Single) -> None:
+    config = COMMON | {"training.batch_size": 8}
+    one, alone = single(config, "Dropout"), run_world(1, tmp_path, config, task="Dropout")
     assert one.ranks[0].losses() == alone.ranks[0].losses()
     assert one.summary["weights_sha256"] == alone.summary["weights_sha256"]
 
 
-def test_unlike_batch_sizes_are_weighted_by_samples(tmp_path: Path) -> None:
-    hosts = {"cluster.workers": ["a", "b", "c"], "cluster.batch_size": {"a": 7, "b": 2}, "training.batch_size": 3}
-    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 12}, task="Double", strategy="single")
-    many = run_world(3, tmp_path / "many", COMMON | hosts, task="Double")
-    assert [rank.rows()[0].samples for rank in many.ranks] == [7, 2, 3]
-    assert_same_run(one, many, tolerance=1e-10)
-
-
-@pytest.mark.parametrize("strategy", ["allreduce", "fsdp"])
-def test_what_earlier_micro_batches_gave_a_head_that_the_last_does_not_use_counts(
-    tmp_path: Path, strategy: str
+@pytest.mark.usual(when=lambda strategy, options: options.get("fsdp_stage") in (None, 0, 3))
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("allreduce", {}), *(("fsdp", {"fsdp_stage": stage}) for stage in range(4))], ids=str
+)
+def test_unlike_batch_sizes_are_weighted_by_samples(
+    equals_single: EqualsSingle, strategy: str, options: dict[str, int]
 ) -> None:
-    """Micro-batches of one sample: each uses one head of the two."""
-    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 12}, task="TwoHeads", strategy="single")
-    parts = COMMON | {"training.batch_size": 1, "training.grad_accumulation": 6}
-    if strategy == "fsdp":
-        parts |= {"strategy.fsdp_stage": 0}
-    many = run_world(2, tmp_path / "many", parts, task="TwoHeads", strategy=strategy)
-    assert_same_run(one, many, tolerance=1e-10)
+    hosts = {"cluster.workers": ["a", "b", "c"], "cluster.batch_size": {"a": 7, "b": 2}, "training.batch_size": 3}
+    many = equals_single(strategy, 3, COMMON | {"training.batch_size": 12}, hosts | named(options))
+    assert [rank.rows()[0].samples for rank in many.ranks] == [7, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "accumulation"),
+    [
+        *((strategy, options, 6) for strategy, options in (("allreduce", {}), ("fsdp", {"fsdp_stage": 0}))),
+        *((strategy, options, 1) for strategy, options in (("allreduce", {}), ("fsdp", {"fsdp_stage": 0}))),
+        ("fsdp", {"fsdp_stage": 1}, 1),
+    ],
+    ids=str,
+)
+def test_a_head_that_not_all_samples_use(
+    equals_single: EqualsSingle, strategy: str, options: dict[str, int], accumulation: int
+) -> None:
+    """Micro-batches of one sample, each for one of two heads: what earlier ones gave a head counts. Both samples of a step may
+    be for the same head: the other one does not decay, as with `single`."""
+    parts = named(options) | {"training.batch_size": 1, "training.grad_accumulation": accumulation}
+    equals_single(strategy, 2, COMMON | {"training.batch_size": 2 * accumulation}, parts, task="TwoHeads")
 
 
 def test_with_dropout_replicas_agree_and_a_rerun_is_bitwise_the_same(tmp_path: Path) -> None:
@@ -160,37 +166,17 @@ def test_running_means_are_those_of_rank_0_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"),
-    [("allreduce", {}), ("fsdp", {"fsdp_stage": 0}), ("fsdp", {"fsdp_stage": 1})],
-    ids=["allreduce", "stage 0", "stage 1"],
-)
-def test_a_head_that_no_rank_used_is_left_alone(tmp_path: Path, strategy: str, options: dict[str, int]) -> None:
-    """Of two samples in a step both may be for the same head: the other does not decay, as with `single`."""
-    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 2}, task="TwoHeads", strategy="single")
-    parts = {f"strategy.{key}": value for key, value in options.items()} | {"training.batch_size": 1}
-    many = run_world(2, tmp_path / "many", COMMON | parts, task="TwoHeads", strategy=strategy)
-    assert_same_run(one, many, tolerance=1e-10)
-
-
-@pytest.mark.parametrize(
     ("strategy", "options"), [("allreduce", {}), ("fsdp", {"fsdp_stage": 1})], ids=["allreduce", "stage 1"]
 )
 def test_a_parameter_that_is_never_used_needs_no_state(tmp_path: Path, strategy: str, options: dict[str, int]) -> None:
     """It stays as it is. In stage 1 its owner has no optimizer state at all to save, and none to go on with."""
-    parts = {f"strategy.{key}": value for key, value in options.items()} | {"training.batch_size": 4}
-    config = COMMON | parts | {"training.checkpoint_steps": 4}
+    config = COMMON | named(options) | {"training.batch_size": 4} | {"training.checkpoint_steps": 4}
     many = run_world(2, tmp_path / "many", config, task="NeverUsed", strategy=strategy)
     assert weights(many)["extra"].eq(1.0).all()
     half = tmp_path / "many" / "checkpoints" / "step-00000004"
     resumed = run_world(2, tmp_path / "resumed", config, task="NeverUsed", strategy=strategy, resume=half)
     assert [rank.failed for rank in resumed.ranks] == [None] * 2
     assert resumed.summary["weights_sha256"] == many.summary["weights_sha256"]
-
-
-def test_two_types_and_a_parameter_that_some_ranks_use(tmp_path: Path) -> None:
-    world = run_world(2, tmp_path / "run", COMMON | {"training.batch_size": 5}, task="Unused")
-    assert world.ranks[0].status == 0
-    assert weights(world)["extra"].shape == (3,)
 
 
 def test_stop_asked_of_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.equivalence.same_run import named
 from tests.equivalence.test_local_steps import BATCHES, averaged
 from tests.equivalence.test_local_steps import CONFIG as PLAIN_SGD
 from tests.faults.elastic_history import assert_sound, commits, lines_of
@@ -180,29 +181,22 @@ def test_dense_rounds_are_those_of_a_loop(tmp_path: Path) -> None:
     assert_close(weights(train("mesh", tmp_path, {})), simulated())
 
 
-@pytest.mark.usual(when=lambda streams: streams in ((2, 3), (2, 0)))
+@pytest.mark.usual(when=lambda plane, streams: streams == (2, 3) or (plane, streams) == ("mesh", (2, 0)))
 @pytest.mark.parametrize("streams", [(2, 3), (2, 0), (2, 1), (4, 2), (1, 3), (1, 1)], ids=str)
-def test_streams_as_a_loop_does(tmp_path: Path, streams: tuple[int, int]) -> None:
-    """Fragments and overlap; the last round is shorter in all of them. Nothing is exchanged twice, and the most at the end."""
+@pytest.mark.parametrize("plane", ["mesh", "elastic"])
+def test_streams_as_a_loop_does(tmp_path: Path, plane: str, streams: tuple[int, int]) -> None:
+    """Fragments and overlap; the last round is shorter in all of them. Nothing is exchanged twice, and the most at the end.
+
+    However early the elastic plane commits a result, the weights get it as many steps after it was contributed.
+    """
     fragments, overlap = streams
-    options = {"inner_steps": 4, "fragments": fragments, "overlap": overlap}
-    world = train("mesh", tmp_path, {f"strategy.{n}": v for n, v in options.items()} | {"training.steps": 11})
+    options = named({"inner_steps": 4, "fragments": fragments, "overlap": overlap})
+    world, reads = train(plane, tmp_path, options | {"training.steps": 11}), None
+    if isinstance(world, ElasticWorld):
+        assert_sound(world, steps=11)
+        assert world.summary["replicas_agree"] is True
+        reads = leased(world)
     mixing = 0.5 if overlap else 1.0
-    expected = simulated(steps=11, h=4, fragments=fragments, overlap=overlap, mixing=mixing)
-    assert_close(weights(world, 11), expected)
-
-
-@pytest.mark.usual(when=lambda streams: streams == (2, 3))
-@pytest.mark.parametrize("streams", [(2, 3), (2, 0), (4, 2), (1, 3), (1, 1)], ids=str)
-def test_streams_as_a_loop_does_on_the_elastic_plane(tmp_path: Path, streams: tuple[int, int]) -> None:
-    """However early a result is committed, the weights get it as many steps after it was contributed."""
-    fragments, overlap = streams
-    options = {"inner_steps": 4, "fragments": fragments, "overlap": overlap}
-    world = train("elastic", tmp_path, {f"strategy.{n}": v for n, v in options.items()} | {"training.steps": 11})
-    assert isinstance(world, ElasticWorld)
-    assert_sound(world, steps=11)
-    assert world.summary["replicas_agree"] is True
-    mixing, reads = 0.5 if overlap else 1.0, leased(world)
     expected = simulated(steps=11, h=4, fragments=fragments, overlap=overlap, mixing=mixing, reads=reads)
     assert_close(weights(world, 11), expected)
 
@@ -265,8 +259,7 @@ FEW = {rank: [("smolcluster.strategies.diloco", "MOST_GATHERED", 1)] for rank in
 )
 def test_means_that_are_encoded_again_are_those_of_a_loop(tmp_path: Path, options: dict[str, Any]) -> None:
     """As among many workers. Resumed, also with a round in flight, to the bit."""
-    overrides = {f"strategy.{name}": value for name, value in options.items()}
-    overrides |= {"strategy.inner_steps": 4, "strategy.mixing": 1.0, "training.steps": 11}
+    overrides = named(options) | {"strategy.inner_steps": 4, "strategy.mixing": 1.0, "training.steps": 11}
     senders, decay = options["codec"] == "blocktopk", 0.0 if options["codec"] == "bf16" else 0.95
     expected = simulated(**options, senders=senders, decay=decay, steps=11, h=4, again=True)
     saves = {"training.checkpoint_steps": 4, "training.max_checkpoints_to_keep": 9}

@@ -73,26 +73,21 @@ def simulated(
     return dict(zip(models[0].state_dict(), theta, strict=True)), seen
 
 
-@pytest.mark.usual(when=lambda fragments: fragments == 2)
+@pytest.mark.usual(when=lambda fragments, **_: fragments == 2)
 @pytest.mark.parametrize("fragments", [1, 2, 4])
-def test_eager_updates_are_those_of_a_loop(tmp_path: Path, fragments: int) -> None:
-    world = train("mesh", tmp_path, EAGER | {"strategy.fragments": fragments, "training.checkpoint_steps": SEEN})
-    theta, seen = simulated(fragments=fragments, shares=[count / sum(COUNTS) for count in COUNTS])
-    assert_close(weights(world, STEPS), theta)
-    saved = read_checkpoint(world.run_dir / "checkpoints" / f"step-{SEEN:08d}")
-    for rank, expected in enumerate(seen):
-        assert_close({name: saved.extra[f"{rank}/weights/{name}"] for name in expected}, expected)
-
-
-@pytest.mark.usual(when=lambda fragments: fragments == 2)
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_eager_updates_are_those_of_a_loop_on_the_elastic_plane(tmp_path: Path, fragments: int) -> None:
-    """A worker does not know yet what the others weigh, and takes its share to be that of one among equals."""
-    world = train("elastic", tmp_path, EAGER | {"strategy.fragments": fragments})
-    assert isinstance(world, ElasticWorld)
-    assert_sound(world, steps=STEPS)
-    assert world.summary["replicas_agree"] is True
-    theta, _ = simulated(fragments=fragments, shares=[1 / len(COUNTS)] * len(COUNTS), reads=leased(world))
+@pytest.mark.parametrize("plane", ["mesh", "elastic"])
+def test_eager_updates_are_those_of_a_loop(tmp_path: Path, plane: str, fragments: int) -> None:
+    """On the elastic plane a worker does not know yet what the others weigh: its share is that of one among equals."""
+    world = train(plane, tmp_path, EAGER | {"strategy.fragments": fragments, "training.checkpoint_steps": SEEN})
+    if isinstance(world, ElasticWorld):
+        assert_sound(world, steps=STEPS)
+        assert world.summary["replicas_agree"] is True
+        theta, _ = simulated(fragments=fragments, shares=[1 / len(COUNTS)] * len(COUNTS), reads=leased(world))
+    else:
+        theta, seen = simulated(fragments=fragments, shares=[count / sum(COUNTS) for count in COUNTS])
+        saved = read_checkpoint(world.run_dir / "checkpoints" / f"step-{SEEN:08d}")
+        for rank, expected in enumerate(seen):
+            assert_close({name: saved.extra[f"{rank}/weights/{name}"] for name in expected}, expected)
     assert_close(weights(world, STEPS), theta)
 
 

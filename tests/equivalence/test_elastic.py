@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.equivalence.same_run import COMMON, STEPS
+from tests.equivalence.same_run import COMMON, STEPS, Single, named, weights
 from tests.tasks import Tiny
-from tests.world import ElasticWorld, World, run_elastic_world, run_world
+from tests.world import ElasticWorld, World, run_elastic_world
 from torch import Tensor, nn
 
 from smolcluster.comm.elastic.transport.security import new_token
@@ -35,26 +34,6 @@ AT_ONCE = {"strategy.worker_update_interval": 1}  # every worker computes at the
 SYNCHRONOUS = {"syncps": AT_ONCE | {"strategy.polyak_alpha": 1.0}, "allreduce": ELASTIC, "edp": AT_ONCE}
 TOLERANCE = {"syncps": 2e-5, "edp": 2e-5, "allreduce": 1e-10}
 LOSS_TOLERANCE = 1e-6  # the server's loss is fp32, and an early difference in the weights shows in it
-
-Single = Callable[..., World]
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Single:
-    """The run on one process that others are held against; each is made once."""
-    runs: dict[str, World] = {}
-
-    def run(config: dict[str, Any], task: str | None = "Double") -> World:
-        key = f"{sorted(config.items())} {task}"
-        if key not in runs:
-            runs[key] = run_world(1, tmp_path_factory.mktemp("single"), config, task=task, strategy="single")
-        return runs[key]
-
-    return run
-
-
-def weights(world: World | ElasticWorld) -> dict[str, Tensor]:
-    return dict(read_checkpoint(Path(world.summary["checkpoint"])).weights)
 
 
 def assert_good_end(world: ElasticWorld) -> None:
@@ -265,7 +244,7 @@ def test_lossy_codecs_learn(
     or twice: that is slow, and it must still learn.
     """
     plane = SYNCHRONOUS.get(strategy, ELASTIC)
-    config = LEARNING | plane | {f"strategy.{name}": value for name, value in options.items()}
+    config = LEARNING | plane | named(options)
     world = run_elastic_world(2, tmp_path, config, task="Digits", strategy=strategy)
     assert_good_end(world)
     assert strategy != "allreduce" or world.summary["replicas_agree"] is True

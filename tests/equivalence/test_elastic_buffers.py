@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from tests.equivalence.same_run import Single, weights
 from tests.tasks import spirals
-from tests.world import run_elastic_world, run_world
+from tests.world import run_elastic_world
 from torch import nn
 
 CONFIG = {
@@ -28,7 +28,7 @@ def test_the_evaluated_model_has_the_running_means_of_training(tmp_path: Path, s
     workers = 1 if strategy == "edp" else 2
     world = run_elastic_world(workers, tmp_path, CONFIG, task="BatchNorm", strategy=strategy)
     assert set(world.statuses.values()) == {0}, world.story()
-    saved = load_file(Path(world.summary["checkpoint"]) / "weights.safetensors")
+    saved = weights(world)
     assert saved["1.running_mean"].abs().sum() > 0
     assert (saved["1.running_var"] - 1).abs().sum() > 0
 
@@ -39,9 +39,8 @@ def test_the_evaluated_model_has_the_running_means_of_training(tmp_path: Path, s
     assert world.summary["val_loss"] == pytest.approx(expected, rel=1e-9)
 
 
-def test_one_worker_has_the_running_means_of_single(tmp_path: Path) -> None:
-    one = run_world(1, tmp_path / "one", CONFIG | {"cluster.plane": "mesh"}, task="BatchNorm", strategy="single")
-    alone = run_elastic_world(1, tmp_path / "alone", CONFIG, task="BatchNorm", strategy="syncps")
-    first, second = (load_file(Path(w.summary["checkpoint"]) / "weights.safetensors") for w in (one, alone))
+def test_one_worker_has_the_running_means_of_single(tmp_path: Path, single: Single) -> None:
+    alone = run_elastic_world(1, tmp_path, CONFIG, task="BatchNorm", strategy="syncps")
+    first, second = weights(single(CONFIG | {"cluster.plane": "mesh"}, "BatchNorm")), weights(alone)
     for name in ("1.running_mean", "1.running_var"):
         assert second[name].tolist() == pytest.approx(first[name].tolist(), abs=2e-5)

@@ -41,7 +41,8 @@ from tests.faults.elastic_history import (
     wait_for_next_step,
 )
 from tests.places import separate_hosts
-from tests.world import PROMPT, ElasticWorld, Who, _begin_run, run_elastic_world
+from tests.world import PROMPT, ElasticWorld, Who, run_elastic_world
+from tests.world_setup import begin_run
 from tools.abuse import training as abuse
 from tools.chaos.__main__ import main as chaos_main
 from tools.chaos.plan import ALLOWED, RESTART_S, Fault, Plan, schedule
@@ -788,10 +789,10 @@ def test_chaos_and_abuse_keep_the_time_limits_of_the_product(tmp_path: Path, mon
     begun: list[Config] = []
 
     def begin(*args: Any, **kwargs: Any) -> Config:
-        begun.append(_begin_run(*args, **kwargs))
+        begun.append(begin_run(*args, **kwargs))
         raise InterruptedError
 
-    monkeypatch.setattr("tests.world._begin_run", begin)
+    monkeypatch.setattr("tests.elastic_world.begin_run", begin)
     with pytest.raises(InterruptedError):
         run_chaos("syncps", tmp_path / "chaos", workers=2, steps=5, staleness_bound=0, network=None)
     with pytest.raises(InterruptedError):

@@ -99,7 +99,7 @@ class Replica:
         self._loss: Loss = compiled(model, loss) if compile else loss
         self._learning_rate = learning_rate
         self._precision = precision
-        self._clip = grad_clip_norm or None
+        self.grad_clip_norm = grad_clip_norm or None
         self.track_gradients = track_gradients
 
     @property
@@ -182,8 +182,8 @@ class Replica:
 
     def _update(self, gradients: list[Tensor], total: Tensor, *, skip: Tensor | None = None) -> None:
         """Clip, and take a step of the optimizer; `skip`: a flag on the device, whether to skip it."""
-        if self._clip is not None and gradients:
-            factor = torch.clamp(self._clip / (total + 1e-6), max=1.0)
+        if self.grad_clip_norm is not None and gradients:
+            factor = torch.clamp(self.grad_clip_norm / (total + 1e-6), max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
         rate = self._learning_rate(self.updates)
         for group in self.optimizer.param_groups:

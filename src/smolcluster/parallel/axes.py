@@ -1,4 +1,4 @@
-"""How the ranks of a mesh are numbered: pure arithmetic.
+"""How the ranks of a mesh are numbered.
 
 rank = ((pp * dp + dp) * cp + cp) * tp + tp
 
@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from smolcluster.comm.group import Group
 from smolcluster.errors import UserError
 from smolcluster.parallel.placement import Node, Seat
 
@@ -82,17 +83,29 @@ class Axes:
             )
         return seats
 
-    def __str__(self) -> str:
-        return f"dp {self.dp} x cp {self.cp} x tp {self.tp} x pp {self.pp}"
-
 
 def machines(places: Sequence[Node | Seat]) -> list[str]:
     """Return the machine of each rank."""
     return [place.machine or (place.name if isinstance(place, Node) else place.node) for place in places]
 
 
-def ranks_per_machine(lines: Sequence[Sequence[int]], hosts: Sequence[str]) -> int:
-    """Return how many consecutive ranks of each line share a machine. Raises UserError where the numbers differ."""
+def group_of(group: Group, lines: Sequence[Sequence[int]]) -> Group | None:
+    """Make a group of each of these lists of ranks, on every rank; return the one that this rank is in."""
+    found = [group.sub(ranks) for ranks in lines]
+    return next((mine for mine in found if mine is not None), None)
+
+
+def ranks_per_machine(
+    lines: Sequence[Sequence[int]],
+    hosts: Sequence[str],
+    *,
+    use: str = "HYBRID_SHARD shards the model inside each machine",
+    option: str = "strategy.shard_size",
+) -> int:
+    """Return how many consecutive ranks of each line share a machine.
+
+    Raises UserError where the numbers differ, with what they are for (`use`) and the `option` that replaces them.
+    """
     runs = [
         (number, host, len(list(run)))
         for number, line in enumerate(lines)
@@ -102,8 +115,8 @@ def ranks_per_machine(lines: Sequence[Sequence[int]], hosts: Sequence[str]) -> i
     if len(lengths) > 1 or len({(number, host) for number, host, _ in runs}) < len(runs):
         by_host = ", ".join(f"{length} on {host}" for host, length in dict.fromkeys(run[1:] for run in runs))
         raise UserError(
-            f"HYBRID_SHARD shards the model inside each machine, and consecutive ranks are {by_host}; "
-            "use the same number on each machine, with consecutive ranks, or set strategy.shard_size"
+            f"{use}, and consecutive ranks are {by_host}; "
+            f"use the same number on each machine, with consecutive ranks, or set {option}"
         )
     return lengths.pop()
 

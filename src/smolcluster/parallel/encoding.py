@@ -26,7 +26,7 @@ def summed_by_workers(
     seats = worker_on_each(nodes)
     if shape is None:
         return with_coordinator(Placement(seats=seats), nodes, shape)
-    size = shape.parameters * shape.bytes_per_parameter
+    size = shape.parameter_bytes
     moved = 2 * (n - 1) * size // n
     cost = Cost(
         parameter_bytes=size,
@@ -52,7 +52,7 @@ def gathered_by_workers(
     codec, n, seats = chosen_codec(options), len(nodes), worker_on_each(nodes)
     if shape is None:
         return with_coordinator(Placement(seats=seats), nodes, shape)
-    size, dense = shape.parameters * shape.bytes_per_parameter, 4 * shape.parameters
+    size, dense = shape.parameter_bytes, 4 * shape.parameters
     encoded = sum(map(codec.nbytes, _tensors(shape, n)))
     cost = Cost(
         parameter_bytes=size,
@@ -115,7 +115,7 @@ def server_cost(options: ServedOptions, shape: Shape, *, workers: int, pushes: i
     `pushes`: held at a time, arriving ones included. They are kept encoded where that is smaller, with one more set of
     gradients to decode into. `record_bytes`: what a step adds to the journal.
     """
-    size, gradients = shape.parameters * shape.bytes_per_parameter, bytes_on_the_wire(options, shape)[0]
+    size, gradients = shape.parameter_bytes, bytes_on_the_wire(options, shape)[0]
     decoded = 4 * shape.parameters
     return Cost(
         parameter_bytes=4 * size,
@@ -123,7 +123,6 @@ def server_cost(options: ServedOptions, shape: Shape, *, workers: int, pushes: i
         optimizer_bytes=3 * shape.optimizer_bytes(size),
         bytes_sent=workers * gradients,
         bytes_received=workers * gradients,
-        messages=0,
         journal_bytes=record_bytes,
     )
 

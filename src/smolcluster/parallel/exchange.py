@@ -1,4 +1,4 @@
-"""How data shards exchange gradients and updates on the mesh plane, between backward and the next forward.
+"""Exchange gradients and updates between data shards on the mesh plane, between backward and the next forward.
 
 GradientExchange   a combination of `comm/rounds.py`: all-reduce (stage 0) or reduce to owners (stage 1)
 Fsdp2Exchange      stages 2 and 3: torch's FSDP2                                           fsdp2.py

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from torch import nn
+
 from smolcluster.errors import UserError
 
 
@@ -37,3 +39,12 @@ def deal(sizes: Mapping[str, int], count: int) -> list[list[int]]:
         fragments[fragment].append(place)
         held[fragment] -= size
     return [sorted(fragment) for fragment in fragments]
+
+
+def largest_share(model: nn.Module | None, count: int) -> float:
+    """Return the largest fragment's share of the trained parameters; 1 where the model is not known."""
+    sizes = {} if model is None else {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    if not sizes or count == 1:
+        return 1.0
+    counts = list(sizes.values())
+    return max(sum(counts[place] for place in places) for places in deal(sizes, count)) / sum(counts)

@@ -6,6 +6,7 @@ a round and the optimizer state; after the commit both take the step, and the ow
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,7 +74,13 @@ class OwnedSum(Combination):
         self._sizes = [p.numel() for p in self._replica.parameters]
         self._owner = owners(self._sizes, n)
         self._rows = [[j for j, o in enumerate(self._owner) if o == place] for place in range(n)]
-        self._width = max(1, max(sum(self._sizes[j] for j in row) for row in self._rows))
+        ends = [list(itertools.accumulate((self._sizes[j] for j in row), initial=0)) for row in self._rows]
+        self._width = max(1, max(lengths[-1] for lengths in ends))
+        # Of each row: its parameters, and where each is in it.
+        self._spans = [
+            [(j, slice(*span)) for j, span in zip(row, itertools.pairwise(lengths), strict=True)]
+            for row, lengths in zip(self._rows, ends, strict=True)
+        ]
         self._allocate()
 
     def _allocate(self) -> None:
@@ -153,13 +160,11 @@ class OwnedSum(Combination):
 
     def again(self, slot: int, *, zero: bool) -> None:
         sums, kept = self._slot(slot), self._gradients[slot]
-        for place, row in enumerate(self._rows):
-            offset = 0
-            for j in row:
+        for place, spans in enumerate(self._spans):
+            for j, span in spans:
                 if zero:
                     kept[j].zero_()
-                sums.whole[place, offset : offset + self._sizes[j]] = kept[j].reshape(-1)
-                offset += self._sizes[j]
+                sums.whole[place, span] = kept[j].reshape(-1)
         sums.works = [self._group.reduce_scatter(sums.own, sums.whole)]
         sums.passed_on = False
 
@@ -191,19 +196,17 @@ class OwnedSum(Combination):
     def give(self, result: Committed) -> None:
         sums, n, me = self._slot(result.slot), self._group.size, self._group.rank
         for place, flat in {backed_up_by(me, n): sums.backup, me: sums.own}.items():
-            offset = 0
-            for j in self._rows[place]:
+            for j, span in self._spans[place]:
                 parameter = self._replica.parameters[j]
-                part = flat[offset : offset + self._sizes[j]].view(parameter.shape)
-                parameter.grad = part.to(parameter.device) * result.factor
-                offset += self._sizes[j]
+                parameter.grad = flat[span].view(parameter.shape).to(parameter.device) * result.factor
         self._unfinished = True
 
     def complete(self) -> None:
         """Gather the updated parameters from their owners."""
         n, me = self._group.size, self._group.rank
         mine = torch.zeros(self._width, dtype=self._dtype)
-        _gather([self._replica.parameters[j].detach() for j in self._rows[me]], mine)
+        for j, span in self._spans[me]:
+            mine[span] = self._replica.parameters[j].detach().reshape(-1)
         everyone = torch.empty(n, self._width, dtype=self._dtype)
         assert self._gathers is not None
         self._gathers.all_gather(everyone, mine).wait()
@@ -316,13 +319,6 @@ class _OwnedSlot:
         for work in self.works:
             work.wait()
         self.works = []
-
-
-def _gather(parts: Sequence[Tensor], flat: Tensor) -> None:
-    offset = 0
-    for part in parts:
-        flat[offset : offset + part.numel()] = part.reshape(-1)
-        offset += part.numel()
 
 
 def _spread(flat: Tensor, parts: Sequence[Tensor]) -> None:

@@ -105,7 +105,7 @@ class Pipe:
         self._sequence_shards, self._used_in = sequence_shards, used_in
         self._check_shared(model)
         self._shared = self._shared_names(model)
-        self._worked: list[WorkItem] | None = None  # in the step that is drawn
+        self._recorded: list[WorkItem] | None = None  # in the step that is drawn
         self._runs = 0
         self._schedule: Any = None
         self._part: Any = None
@@ -152,7 +152,7 @@ class Pipe:
         """The weights of the last stage that the first also has: they count once in the norm."""
         return set() if not self.has_last else {self._named(self.stages[-1], name) for name in self._shared}
 
-    def join_twins(self) -> None:
+    def sum_shared(self) -> None:
         """Sum the gradients of shared weights over both stages."""
         ends = [stage for stage, there in ((self.stages[0], self.has_first), (self.stages[-1], self.has_last)) if there]
         for name in self._shared if ends else []:
@@ -281,7 +281,7 @@ class Pipe:
 
     def _start_watching(self) -> None:
         self._group.barrier()
-        self._worked, self._began = [], time.perf_counter()
+        self._recorded, self._began = [], time.perf_counter()
 
     def _watch(self, stage: PipelineStage) -> None:
         """Record the start and end of each work item in the step that is drawn."""
@@ -291,7 +291,7 @@ class Pipe:
             setattr(stage, name, functools.partial(self._timed, getattr(stage, name), kind, stage.stage_index))
 
     def _timed(self, work: Callable[..., Any], kind: str, stage: int, number: int, *args: Any, **kwargs: Any) -> Any:
-        if self._worked is None:
+        if self._recorded is None:
             return work(number, *args, **kwargs)
         device = self._context.device
         synchronize(device)
@@ -300,13 +300,13 @@ class Pipe:
         synchronize(device)
         if kind == "backward" and not kwargs.get("full_backward", True):
             kind = "input"
-        self._worked.append(WorkItem(kind, stage, number, began - self._began, time.perf_counter() - self._began))
+        self._recorded.append(WorkItem(kind, stage, number, began - self._began, time.perf_counter() - self._began))
         return result
 
     def _draw(self) -> None:
-        assert self._worked is not None
-        everyone = gather_json(self._group, self._worked)
-        self._worked = None
+        assert self._recorded is not None
+        everyone = gather_json(self._group, self._recorded)
+        self._recorded = None
         ranks = [[WorkItem(*fields) for fields in rank] for rank in everyone]
         options, count = self._options, self._num_microbatches
         idle = idle_share(ranks)
@@ -321,7 +321,7 @@ class Pipe:
 
     # Evaluation
 
-    def answering(self, part: Any) -> nn.Module | None:
+    def forward(self, part: Any) -> nn.Module | None:
         """Run a batch through all stages; return a model that gives its output, on the last rank."""
         me, ranks = self._group.rank, self.cut.ranks
         held: tuple[Tensor, ...] = ()

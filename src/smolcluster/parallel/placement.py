@@ -88,6 +88,10 @@ class Shape:
             model=model,
         )
 
+    @property
+    def parameter_bytes(self) -> int:
+        return self.parameters * self.bytes_per_parameter
+
     def optimizer_bytes(self, parameter_bytes: int) -> int:
         """Return the bytes of optimizer state for so many bytes of parameters."""
         return round(parameter_bytes * self.optimizer_states)
@@ -101,11 +105,11 @@ class Cost:
     """
 
     parameter_bytes: int
-    gradient_bytes: int
     optimizer_bytes: int
-    bytes_sent: int
-    bytes_received: int
-    messages: int
+    gradient_bytes: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages: int = 0
     bytes_at_once: int = 0  # sent in the largest exchange, where not every step has one
     bytes_at_end: int = 0  # and in the last one, which is of all fragments
     activations_travel: bool = False  # also sent; they depend on the samples and are not in these numbers
@@ -165,13 +169,6 @@ def with_coordinator(placement: Placement, nodes: Sequence[Node], shape: Shape |
     ]
     server = None
     if shape is not None:
-        size = shape.parameters * shape.bytes_per_parameter
-        server = Cost(
-            parameter_bytes=3 * size,
-            gradient_bytes=0,
-            optimizer_bytes=2 * shape.optimizer_bytes(size),
-            bytes_sent=0,
-            bytes_received=0,
-            messages=0,
-        )
+        size = shape.parameter_bytes
+        server = Cost(parameter_bytes=3 * size, optimizer_bytes=2 * shape.optimizer_bytes(size))
     return replace(placement, seats=workers_and_server(nodes), costs=costs, server=server)

@@ -174,7 +174,7 @@ def measured_split(
     if counts is None:
         raise UserError(
             f"layer_distribution: auto: no split fits. The layers need {size(sum(need))} in all, and the ranks have "
-            f"{', '.join(size(m) for m in memory)} free; use more workers, smaller batches, or say the layers of each stage"
+            f"{', '.join(size(m) for m in memory)} free; use more workers, smaller batches, or set the layers of each stage"
         )
     if context.seat.rank == 0:
         each = ", ".join(f"{1e3 * sum(row) / len(row):.2g}" for row in seconds)

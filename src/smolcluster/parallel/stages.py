@@ -1,7 +1,7 @@
 """Cutting a model into pipeline stages: which rank has which layers, and how layers are taken out of a model.
 
     nn.Sequential                       its children are the layers                       SequentialLayers
-    Pipelined (models/protocols.py)     the model defines its layers                      Told
+    Pipelined (models/protocols.py)     the model defines its layers                      DeclaredLayers
     any other                           its forward is traced                             tracing.py
 
 Parameter names stay those of the whole model.

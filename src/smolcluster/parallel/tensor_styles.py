@@ -31,7 +31,7 @@ def table_of(model: nn.Module, size: int) -> TensorStyles:
     """Return the plan of a model. Raises UserError where `size` ranks cannot share its layers."""
     if not isinstance(model, TensorSharded):
         raise UserError(
-            f"{type(model).__name__} cannot be shared out by tensors: it has no tensor_styles(), "
+            f"{type(model).__name__} cannot be split by tensor parallelism: it has no tensor_styles(), "
             "a table of module names and styles; use fsdp or pipeline, or write one as in models/gpt_tensor.py"
         )
     table = model.tensor_styles()

@@ -265,5 +265,5 @@ def trace_layers(task: Task, example: Callable[[int], Any], *, at_least: int) ->
 def _refusal(model: nn.Module, reason: str) -> UserError:
     return UserError(
         f"{type(model).__name__} cannot be cut into stages: its forward cannot be traced ({reason}). Fix that, make it an "
-        "nn.Sequential, or give it num_layers and stage(layers, first=, last=), as models/protocols.py says"
+        "nn.Sequential, or give it num_layers and stage(layers, first=, last=); see models/protocols.py"
     )

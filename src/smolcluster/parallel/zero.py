@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from smolcluster.comm.encoded_sum import shares
 from smolcluster.compute.precision import DTYPES
@@ -17,29 +16,8 @@ from smolcluster.parallel.placement import Cost, Shape
 from smolcluster.parallel.shards import owners
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Zero:
-    """What is sharded along the data axis, and the types that are sent; None: those of the training precision."""
-
-    stage: int = 0
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
-    offload: bool = False
-    by_machine: bool = False  # shard inside each machine
-
-
-def zero_of(options: ShardOptions) -> Zero:
-    return Zero(
-        stage=options.fsdp_stage,
-        param_dtype=options.param_dtype,
-        reduce_dtype=options.reduce_dtype,
-        offload=options.cpu_offload,
-        by_machine=options.shard_size == "node",
-    )
-
-
 def cost_of_stage(
-    zero: Zero, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]], *, place: int, gathers: int = 2
+    options: ShardOptions, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]], *, place: int, gathers: int = 2
 ) -> Cost:
     """Return the cost of the rank at this place of the data axis, with these parameters before sharding.
 
@@ -48,9 +26,9 @@ def cost_of_stage(
     """
     dp, shards, replicas, each = axes.data, axes.shards, axes.replicas, shape.bytes_per_parameter
     count = sum(map(math.prod, tensors)) or shape.parameters // (axes.tp * axes.pp)
-    used = _bytes_in(zero.param_dtype, each, otherwise=shape.used_bytes)
-    summed = _bytes_in(zero.reduce_dtype, each, otherwise=4)
-    stage, messages = zero.stage if shards > 1 else 0, 2
+    used = _bytes_in(options.param_dtype, each, otherwise=shape.used_bytes)
+    summed = _bytes_in(options.reduce_dtype, each, otherwise=4)
+    stage, messages = options.fsdp_stage if shards > 1 else 0, 2
     moved: float
     if stage == 0:
         parameters = gradients = count * each
@@ -61,7 +39,7 @@ def cost_of_stage(
     elif stage == 1:
         owned = shares(list(map(math.prod, tensors)), owners, dp) if tensors else [-(-count // dp)] * dp
         updated = owned[place]
-        asked = zero.param_dtype is not None and shape.used_bytes < 4
+        asked = options.param_dtype is not None and shape.used_bytes < 4
         rounded = asked and used < each and axes.tp == axes.pp == 1  # matrices, which their owners also hold in full
         matrix = used if rounded else each
         gradients = sum(math.prod(t) * (matrix if len(t) > 1 else each) for t in tensors) or count * matrix
@@ -83,8 +61,14 @@ def cost_of_stage(
         bytes_received=round(moved),
         messages=messages * (dp - 1),
         activations_travel=max(axes.tp, axes.pp, axes.cp) > 1,
-        offloaded=stage >= 2 and zero.offload,
+        offloaded=stage >= 2 and options.cpu_offload,
     )
+
+
+def shard_shape(shape: Sequence[int], place: int, size: int) -> tuple[int, ...]:
+    """Return the shape of the shard at this place of `size`: rows, as torch.chunk distributes them."""
+    rows = -(-shape[0] // size)
+    return (max(0, min(rows, shape[0] - place * rows)), *shape[1:])
 
 
 def _bytes_in(dtype: str | None, own: int, *, otherwise: int) -> int:

@@ -30,8 +30,8 @@ own part is the delta before it was encoded.
 Codecs: fp32 is all-reduced. Others are all-gathered, so that nothing is encoded twice: bf16, int8, int4, and blocktopk, where
 each worker sends the largest numbers of each block (SparseLoCo) and `average` is over the senders of a number, or over all.
 Above 8 workers each tensor has an owner, which encodes its mean again with an error feedback of its own and sends that to all:
-what a worker receives does not grow with their number. Elastic plane: `cluster.num_workers` decides, not who has come. Over
-nccl contributions are all-gathered by any number.
+what a worker receives does not grow with their number. On the elastic plane `cluster.num_workers` decides, for the whole run.
+Over nccl contributions are all-gathered by any number of workers.
 
 Outer SGD with rate 1 and no momentum is federated averaging; with `inner_steps` 1 and plain inner SGD that is `single`.
 

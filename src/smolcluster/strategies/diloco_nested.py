@@ -14,15 +14,14 @@ Blocks of a codec are those of a rank's shards. Means over a mesh of (sites, sha
 
 Memory of a rank: that of fsdp, and for its shards theta, the outer momentum and what is exchanged: 12 P/n, 4 P/n more for m.
 
-A checkpoint has theta whole, and of every rank its own shards: of the inner moments, the outer momentum and error feedback, in
-the middle of a round also of w. The same sites go on to the bit; others start from theta, and the moments of the first site.
+A checkpoint has the whole theta, and the shards of every rank: of the inner moments, the outer momentum and error feedback, in
+the middle of a round also of w. The same sites resume bitwise; others start from theta, and the moments of the first site.
 
-Rounds are waited for, of the whole model: without fragments and overlap. Mesh plane only.
+A round exchanges the whole model and is waited for: no fragments, no overlap. Mesh plane only.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,10 +42,11 @@ from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.config.options import DiLoCoOptions, FSDPOptions
 from smolcluster.errors import UserError
-from smolcluster.parallel.axes import Axes, divisors, machines
+from smolcluster.parallel.axes import Axes, divisors, group_of, machines, ranks_per_machine
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape
+from smolcluster.parallel.zero import shard_shape
 from smolcluster.strategies.base import Context, Scope, Share, State, StepReport, Strategy
-from smolcluster.strategies.base.local_steps import MOMENTS, OUTER, ROUND, WEIGHTS
+from smolcluster.strategies.base.local_round import MOMENTS, OUTER, ROUND, WEIGHTS, LocalRound
 from smolcluster.strategies.base.replicated import CODEC
 from smolcluster.strategies.diloco import DiLoCo
 from smolcluster.strategies.fsdp_sharded import ShardedFSDP
@@ -56,7 +56,7 @@ INSIDE = FSDPOptions.model_validate({"fsdp_stage": 3})
 OF_A_RANK = (WEIGHTS, MOMENTS, ROUND, OUTER, CODEC)  # prefixes in `State.own`
 
 
-class SiteFSDP(ShardedFSDP):
+class SiteFSDP(ShardedFSDP[FSDPOptions]):
     """fsdp, stage 3, on the ranks of one site."""
 
     def __init__(self, context: Context, mesh: DeviceMesh | None) -> None:
@@ -89,10 +89,7 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
         inner = ShardedFSDP.plan(INSIDE, nodes[:size], shape)
         if inner.refusals:
             return inner
-        sites = [nodes[place] for place in range(0, len(nodes), size)]
-        costs: list[Cost] = [
-            cls._cost(options, inner.costs[i % size], sites, shape, i, size) for i in range(len(nodes))
-        ]
+        costs = [cls._cost(options, inner.costs[i % size], nodes[::size], shape, i, size) for i in range(len(nodes))]
         return Placement(seats=seats, costs=costs)
 
     @classmethod
@@ -100,7 +97,7 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
         cls, options: DiLoCoOptions, inner: Cost, sites: Sequence[Node], shape: Shape, rank: int, size: int
     ) -> Cost:
         """Return the cost of a rank: of fsdp in its site, and of its shards in the exchange of a round."""
-        shards = [shard for whole in shape.tensors if math.prod(shard := _shard(whole, rank % size, size))]
+        shards = [shard for whole in shape.tensors if math.prod(shard := shard_shape(whole, rank % size, size))]
         count = sum(map(math.prod, shards)) if shape.tensors else -(-shape.parameters // size)
         part = replace(shape, parameters=count, tensors=shards, model=None)
         outer = DiLoCo.exchanged(options, sites, part).costs[rank // size]
@@ -128,8 +125,11 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
             context.warn(
                 f"all {world} workers are one site: nothing is exchanged between sites; set strategy.inner_size for more sites"
             )
-        self._site = _of_these([list(range(at, at + size)) for at in range(0, world, size)], context.group)
-        line = _of_these([list(range(at, world, size)) for at in range(size)], context.group)
+        site = group_of(context.group, [range(at, at + size) for at in range(0, world, size)])
+        across = group_of(context.group, [range(at, world, size) for at in range(size)])
+        assert site is not None
+        assert across is not None
+        self._site = site
         counts = [context.samples_per_step[at : at + size] for at in range(0, world, size)]
         first = rank - rank % size
         nodes = [Node(name=seat.node, machine=seat.machine) for seat in context.seats[first : first + size]]
@@ -145,7 +145,7 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
         self.inner = SiteFSDP(inside, self._make_mesh(world // size))
         self.inner.setup(task)
         self.replica = self.inner.replica
-        self._open_rounds(replace(context, group=line, samples_per_step=[sum(of_site) for of_site in counts]))
+        self._open_rounds(replace(context, group=across, samples_per_step=[sum(of_site) for of_site in counts]))
 
     def _make_mesh(self, sites: int) -> DeviceMesh | None:
         if self._size == 1:
@@ -160,8 +160,7 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
         self._trained = {name: p for name, p in trained.items() if local(p.detach()).numel()}
         # theta: what the outer optimizer moves
         self._anchor = {name: nn.Parameter(local(p.detach()).clone()) for name, p in self._trained.items()}
-        outer, self._stop, self._samples = DiLoCo(self.options, across), False, 0
-        self._weight, self._loss, self._first = 0.0, torch.zeros(()), self.replica.updates
+        outer, self._stop, self._mine = DiLoCo(self.options, across), False, LocalRound(self.replica.updates)
         self.outer = outer.outer_optimizer(list(self._anchor.values()))
         self.rounds = MeshRounds(
             outer.combination(self._anchor),
@@ -176,9 +175,8 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
     # A step
 
     def step(self, batch: Batch) -> StepReport:
-        report = self.inner.step(batch)
-        self._samples, self._weight = self._samples + batch.samples, self._weight + batch.weight
-        self._loss = report.loss.detach()
+        report, mine = self.inner.step(batch), self._mine
+        mine.samples, mine.weight = mine.samples + batch.samples, mine.weight + batch.weight
         report.stop = False
         if self.rounds.ends(batch.step):
             comm = Span(self.context.device)
@@ -191,7 +189,7 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
     def _exchange(self, step: int, *, counted: bool = False) -> None:
         """End a round: all ranks of a site contribute with its weight, each its shards."""
         sums = torch.tensor(
-            [float(self.context.stop_requested()), self._samples, self._weight],
+            [float(self.context.stop_requested()), self._mine.samples, self._mine.weight],
             dtype=torch.float64,
             device=self._site.device,
         )
@@ -202,7 +200,6 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
             for name, anchor in self._anchor.items():
                 anchor.grad = anchor - self._local(name)
             with self.rounds.contribute(step, samples=int(samples), weight=weight, counted=counted, scale=1.0) as mine:
-                mine.loss = self._loss
                 mine.start()
             self.rounds.settle(in_flight=0)
 
@@ -213,14 +210,14 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
         for name, anchor in self._anchor.items():
             anchor.grad = None
             self._local(name).copy_(anchor)
-        self._samples, self._weight, self._first = 0, 0.0, self.replica.updates
+        self._mine = LocalRound(self.replica.updates)
 
     def _local(self, name: str) -> Tensor:
         return local(self._trained[name].detach())
 
     @property
     def _in_round(self) -> bool:
-        return self.replica.updates > self._first
+        return self.replica.updates > self._mine.first
 
     def drain(self) -> None:
         if self._in_round:
@@ -271,9 +268,7 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
         for name, anchor in self._anchor.items():
             own |= {f"{OUTER}{kind}/{name}": tensor for kind, tensor in self.outer.state[anchor].items()}
         if self._in_round:
-            own |= {f"{WEIGHTS}{name}": self._local(name) for name in self._trained}
-            done = {"first": self._first, "samples": self._samples, "weight": self._weight}
-            own |= {f"{ROUND}{name}": torch.tensor(value, dtype=torch.float64) for name, value in done.items()}
+            own |= {f"{WEIGHTS}{name}": self._local(name) for name in self._trained} | self._mine.state()
         state.own = {**state.own, **own}
         state.numbers["site_size"] = self._size
         return state
@@ -284,7 +279,6 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
         self.inner.load_state(replace(state, own=buffers))
         for name, anchor in self._anchor.items():
             anchor.copy_(self._local(name))
-        self._samples, self._weight, self._first = 0, 0.0, self.replica.updates
         own = state.own if state.numbers.get("site_size") == self._size else {}
         kept = self.replica.state_dict()[0]
         for name, tensor in under(MOMENTS, own).items():
@@ -295,36 +289,16 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
             self.outer.state[self._anchor[of]][kind] = tensor.to(self._anchor[of].device, copy=True)
         if feedback := under(CODEC, own):
             self.rounds.load_own(feedback)
-        if f"{ROUND}first" in own:
-            first, samples, weight = (float(own[f"{ROUND}{name}"]) for name in ("first", "samples", "weight"))
-            self._first, self._samples, self._weight = int(first), int(samples), weight
+        middle = LocalRound.saved_in(own)
+        self._mine = middle or LocalRound(self.replica.updates)
+        if middle is not None:
             self._put(under(WEIGHTS, own))
 
 
 def site_size(options: DiLoCoOptions, hosts: Sequence[str]) -> int:
     """Return the ranks of a site: `inner_size`, or those of each machine. Raises UserError if there is no such number."""
-    n, size = len(hosts), options.inner_size
-    if size is None:
-        runs = [(host, len(list(run))) for host, run in itertools.groupby(hosts)]
-        size = runs[0][1]
-        if len({host for host, _ in runs}) < len(runs) or {length for _, length in runs} != {size}:
-            said = ", ".join(f"{length} on {host}" for host, length in runs)
-            raise UserError(
-                f"strategy.inner fsdp makes a site of each machine, and consecutive ranks are {said}; use the same number on "
-                "each machine, with consecutive ranks, or set strategy.inner_size"
-            )
+    n, use = len(hosts), "strategy.inner fsdp makes a site of each machine"
+    size = options.inner_size or ranks_per_machine([range(n)], hosts, use=use, option="strategy.inner_size")
     if n % size:
         raise UserError(f"strategy.inner_size = {size} does not divide {n} workers; try {divisors(n)}")
     return size
-
-
-def _of_these(lines: Sequence[Sequence[int]], group: Group) -> Group:
-    """Return the group of this rank among these. Every rank creates all."""
-    mine = [group.sub(ranks) for ranks in lines]
-    return next(sub for sub in mine if sub is not None)
-
-
-def _shard(shape: Sequence[int], place: int, size: int) -> tuple[int, ...]:
-    """Return the shape of this rank's shard of a tensor: rows, as torch.chunk deals them."""
-    rows = -(-shape[0] // size)
-    return (max(0, min(rows, shape[0] - place * rows)), *shape[1:])

@@ -46,7 +46,7 @@ from smolcluster.parallel.encoding import sharded_traffic
 from smolcluster.parallel.owned_buckets import OwnedBuckets
 from smolcluster.parallel.owned_sum import EncodedOwnedSum, OwnedSum
 from smolcluster.parallel.placement import Node, Placement, Shape
-from smolcluster.parallel.zero import cost_of_stage, zero_of
+from smolcluster.parallel.zero import cost_of_stage
 from smolcluster.strategies.allreduce import AllReduce
 from smolcluster.strategies.base import Context, Scope, State, StepReport
 from smolcluster.tasks.base import Task
@@ -67,10 +67,9 @@ class FSDP(AllReduce[FSDPOptions]):
         if shape is None or stage == 0 or n == 1:
             return placement
         if all(node.stays for node in nodes):
-            zero, axes = zero_of(options), Axes(shards=n)
-            return replace(
-                placement, costs=[cost_of_stage(zero, shape, axes, shape.tensors, place=place) for place in range(n)]
-            )
+            axes = Axes(shards=n)
+            costs = [cost_of_stage(options, shape, axes, shape.tensors, place=place) for place in range(n)]
+            return replace(placement, costs=costs)
         traffic = sharded_traffic(chosen_codec(options), shape, n)
         costs = [
             replace(cost, optimizer_bytes=2 * cost.optimizer_bytes // n, bytes_sent=sent, bytes_received=received)

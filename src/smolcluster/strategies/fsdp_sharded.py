@@ -30,36 +30,74 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from smolcluster.comm.buckets import BucketSum
 from smolcluster.compute.precision import DTYPES
-from smolcluster.config.options import FSDPOptions, ShardOptions
+from smolcluster.config.options import FSDPOptions, Options, ShardOptions
 from smolcluster.errors import UserError
 from smolcluster.parallel.axes import Axes, divisors, ranks_per_machine
 from smolcluster.parallel.exchange import GradientExchange
 from smolcluster.parallel.fsdp2 import Fsdp2Exchange
 from smolcluster.parallel.owned_buckets import OwnedBuckets
-from smolcluster.parallel.zero import Zero, zero_of
 from smolcluster.strategies.base.parallel import Parallel
 from smolcluster.strategies.fsdp import lower_dtype
 
 ShardT = TypeVar("ShardT", bound=ShardOptions)
 
 
-class ShardedFSDP(Parallel[FSDPOptions]):
+class ShardedFSDP(Parallel[ShardT]):
+    Config: ClassVar[type[Options]] = FSDPOptions
+
     @classmethod
-    def axes(cls, options: FSDPOptions, hosts: Sequence[str]) -> Axes:
+    def axes(cls, options: ShardT, hosts: Sequence[str]) -> Axes:
         return shard_axes(Axes(shards=len(hosts)), options, hosts, "{} workers")
 
-    def make_exchange(self) -> GradientExchange:
-        return make_exchange(self)
-
     @classmethod
-    def zero(cls, options: FSDPOptions) -> Zero:
-        return zero_of(options)
+    def sharding(cls, options: ShardT) -> ShardOptions:
+        return options
+
+    def make_exchange(self) -> GradientExchange:
+        """Return the gradient exchange of `fsdp_stage` along the data axis."""
+        options = self.options
+        axes, group, weight, mesh = self.mesh_axes, self.data, self.weight, self.mesh
+        if axes.data == 1:
+            return GradientExchange(weight, group)
+        context = self.context
+        if options.shard_size == "node" and context.seat.rank == 0:
+            where = "inside a machine, replicated across machines"
+            if axes.replicas == 1:
+                where = "over all ranks, which are on one machine: as FULL_SHARD"
+            elif axes.shards == 1:
+                where = "nowhere, as no two ranks of the data axis share a machine: as NO_SHARD"
+            context.tell(f"HYBRID_SHARD: sharded {where}; {axes.replicas} x {axes.shards}")
+        bucket_bytes = int(options.bucket_mb * 2**20)
+        if options.fsdp_stage == 0 or axes.shards == 1:
+            return GradientExchange(
+                weight, group, lambda r: BucketSum(r.parameters, group, bucket_bytes=bucket_bytes, num_slots=1)
+            )
+        if options.fsdp_stage == 1:
+            lower = lower_dtype(context, options, axes)
+            return GradientExchange(
+                weight, group, lambda r: OwnedBuckets(r, group, bucket_bytes=bucket_bytes, lower=lower), lower=lower
+            )
+        assert mesh is not None
+        names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
+        if options.cpu_offload and context.device.type == "cpu":
+            context.warn("strategy.cpu_offload has no effect: this rank has no GPU")
+        return Fsdp2Exchange(
+            mesh[names],
+            group,
+            stage=options.fsdp_stage,
+            weight=weight,
+            param_dtype=DTYPES[options.param_dtype or context.config.training.precision],
+            reduce_dtype=DTYPES[options.reduce_dtype or "fp32"],
+            buffer_dtype=DTYPES[options.buffer_dtype] if options.buffer_dtype else None,
+            offload=CPUOffloadPolicy() if options.cpu_offload and context.device.type != "cpu" else OffloadPolicy(),
+            prefetch=options.prefetch,
+        )
 
 
 def shard_axes(axes: Axes, options: ShardOptions, hosts: Sequence[str], what: str) -> Axes:
@@ -71,44 +109,3 @@ def shard_axes(axes: Axes, options: ShardOptions, hosts: Sequence[str], what: st
     if data % shards:
         raise UserError(f"strategy.shard_size = {shards} does not divide {what.format(data)}; try {divisors(data)}")
     return replace(axes, replicas=data // shards, shards=shards)
-
-
-def make_exchange(strategy: Parallel[ShardT]) -> GradientExchange:
-    """Return the gradient exchange of `fsdp_stage` along the data axis."""
-    options = strategy.options
-    axes, group, weight, mesh = strategy.mesh_axes, strategy.data, strategy.weight, strategy.mesh
-    if axes.data == 1:
-        return GradientExchange(weight, group)
-    context = strategy.context
-    if options.shard_size == "node" and context.seat.rank == 0:
-        where = "inside a machine, replicated across machines"
-        if axes.replicas == 1:
-            where = "over all ranks, which are on one machine: as FULL_SHARD"
-        elif axes.shards == 1:
-            where = "nowhere, as no two ranks of the data axis share a machine: as NO_SHARD"
-        context.tell(f"HYBRID_SHARD: sharded {where}; {axes.replicas} x {axes.shards}")
-    bucket_bytes = int(options.bucket_mb * 2**20)
-    if options.fsdp_stage == 0 or axes.shards == 1:
-        return GradientExchange(
-            weight, group, lambda r: BucketSum(r.parameters, group, bucket_bytes=bucket_bytes, num_slots=1)
-        )
-    if options.fsdp_stage == 1:
-        lower = lower_dtype(context, options, axes)
-        return GradientExchange(
-            weight, group, lambda r: OwnedBuckets(r, group, bucket_bytes=bucket_bytes, lower=lower), lower=lower
-        )
-    assert mesh is not None
-    names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
-    if options.cpu_offload and context.device.type == "cpu":
-        context.warn("strategy.cpu_offload has no effect: this rank has no GPU")
-    return Fsdp2Exchange(
-        mesh[names],
-        group,
-        stage=options.fsdp_stage,
-        weight=weight,
-        param_dtype=DTYPES[options.param_dtype or context.config.training.precision],
-        reduce_dtype=DTYPES[options.reduce_dtype or "fp32"],
-        buffer_dtype=DTYPES[options.buffer_dtype] if options.buffer_dtype else None,
-        offload=CPUOffloadPolicy() if options.cpu_offload and context.device.type != "cpu" else OffloadPolicy(),
-        prefetch=options.prefetch,
-    )

@@ -9,7 +9,8 @@
     cp     the tokens of each sequence          ../parallel/context.py
     tp     the work of each layer               tensor.py
 
-`dp` defaults to the ranks that the other axes leave. The phases of a step: `base/parallel.py`.
+`dp` defaults to the ranks that the other axes leave. `Mesh` inherits how each axis is sharded from the strategies of that axis.
+The phases of a step: `base/parallel.py`.
 
 Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
 """
@@ -18,24 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
 from smolcluster.config.options import MeshOptions
 from smolcluster.errors import UserError
 from smolcluster.parallel.axes import Axes, divisors
-from smolcluster.parallel.exchange import GradientExchange
-from smolcluster.parallel.pipe import Pipe, check_schedule, parts_of_ranks
+from smolcluster.parallel.pipe import check_schedule
 from smolcluster.parallel.placement import Node
-from smolcluster.parallel.stages import Shapes, holders, num_microbatches
-from smolcluster.parallel.tensor_styles import Fusions, shared_shapes
-from smolcluster.parallel.zero import Zero, zero_of
-from smolcluster.strategies.base.parallel import Parallel
-from smolcluster.strategies.fsdp_sharded import make_exchange, shard_axes
-from smolcluster.strategies.pipeline import make_pipe
-from smolcluster.strategies.tensor import shard_layers
+from smolcluster.parallel.stages import holders, num_microbatches
+from smolcluster.strategies.fsdp_sharded import ShardedFSDP, shard_axes
+from smolcluster.strategies.pipeline import Pipeline
+from smolcluster.strategies.tensor import TensorParallel
 
 
-class Mesh(Parallel[MeshOptions]):
+class Mesh(TensorParallel[MeshOptions], Pipeline[MeshOptions], ShardedFSDP[MeshOptions]):
     @classmethod
     def axes(cls, options: MeshOptions, hosts: Sequence[str]) -> Axes:
         check_schedule(options)
@@ -57,29 +52,8 @@ class Mesh(Parallel[MeshOptions]):
         return shard_axes(Axes(pp=pp, shards=dp * cp, cp=cp, tp=tp), options, hosts, what)
 
     @classmethod
-    def cuts_sequences(cls, options: MeshOptions) -> bool:
-        return options.sequence_parallel
-
-    @classmethod
-    def parts(cls, options: MeshOptions, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
-        return [shared_shapes(model, part, axes.tp) for part in parts_of_ranks(options, model, axes.pp, nodes)]
-
-    @classmethod
     def gathers(cls, options: MeshOptions, axes: Axes, nodes: Sequence[Node]) -> int:
         if axes.pp == 1:
             return 2
         # In a pipeline, for forward of each micro-batch, and once more for backward.
         return 1 + num_microbatches(options, [node.batch_size for node in nodes], len(holders(axes.pp, options)))
-
-    def make_pipe(self, model: nn.Module) -> Pipe | None:
-        return make_pipe(self, model)
-
-    def shard_layers(self, model: nn.Module) -> Fusions | None:
-        return shard_layers(self, model)
-
-    def make_exchange(self) -> GradientExchange:
-        return make_exchange(self)
-
-    @classmethod
-    def zero(cls, options: MeshOptions) -> Zero:
-        return zero_of(options)

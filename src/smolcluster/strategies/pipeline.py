@@ -31,13 +31,12 @@ clusters using Megatron-LM", 2021 (interleaved). Qi et al., "Zero bubble pipelin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import nn
 
-from smolcluster.comm.group import Group
-from smolcluster.config.options import PipelineOptions
-from smolcluster.parallel.axes import Axes
+from smolcluster.config.options import Options, PipelineOptions
+from smolcluster.parallel.axes import Axes, group_of
 from smolcluster.parallel.pipe import Pipe, check_schedule, parts_of_ranks
 from smolcluster.parallel.placement import Node
 from smolcluster.parallel.split import measured_split
@@ -48,48 +47,43 @@ from smolcluster.strategies.base.parallel import Parallel
 PipelineT = TypeVar("PipelineT", bound=PipelineOptions)
 
 
-class Pipeline(Parallel[PipelineOptions]):
+class Pipeline(Parallel[PipelineT]):
+    Config: ClassVar[type[Options]] = PipelineOptions
+
     @classmethod
-    def axes(cls, options: PipelineOptions, hosts: Sequence[str]) -> Axes:
+    def axes(cls, options: PipelineT, hosts: Sequence[str]) -> Axes:
         check_schedule(options)
         return Axes(pp=len(hosts))
 
     @classmethod
-    def parts(cls, options: PipelineOptions, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
+    def parts(cls, options: PipelineT, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
         return parts_of_ranks(options, model, axes.pp, nodes)
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
-        return make_pipe(self, model)
-
-
-def make_pipe(strategy: Parallel[PipelineT], model: nn.Module) -> Pipe | None:
-    """Return the stages of this rank; None without a pipeline."""
-    axes, options = strategy.mesh_axes, strategy.options
-    if axes.pp == 1:
-        return None
-    assert strategy.mesh is not None
-    split = options.layer_distribution
-    at_least = sum(split) if isinstance(split, list) else len(holders(axes.pp, options))
-    layers = layers_of(model) or trace_layers(strategy.task, strategy.context.example, at_least=at_least)
-    counts = None
-    if split == "auto":
-        counts = measured_split(strategy.context, strategy.task, model, layers, axes=axes, options=options)
-    cut = Cut.plan(layers.count, axes.pp, options, counts)
-    ends = sorted({cut.ranks[0], cut.ranks[-1]})
-    pair: Group | None = None  # the ranks of the first and the last stage, where they differ
-    if len(ends) == 2:
-        for ranks in axes.lines("pp"):
-            pair = strategy.context.group.sub([ranks[end] for end in ends]) or pair
-    return Pipe(
-        strategy.task,
-        model,
-        layers,
-        cut,
-        options=options,
-        context=strategy.context,
-        group=strategy.pp,
-        process_group=strategy.mesh["pp"].get_group(),
-        pair=pair,
-        sequence_shards=axes.tp if strategy.cuts_sequences(options) else 1,
-        used_in=strategy.used_in,
-    )
+        """Return the stages of this rank; None without a pipeline."""
+        axes, options = self.mesh_axes, self.options
+        if axes.pp == 1:
+            return None
+        assert self.mesh is not None
+        split = options.layer_distribution
+        at_least = sum(split) if isinstance(split, list) else len(holders(axes.pp, options))
+        layers = layers_of(model) or trace_layers(self.task, self.context.example, at_least=at_least)
+        counts = None
+        if split == "auto":
+            counts = measured_split(self.context, self.task, model, layers, axes=axes, options=options)
+        cut = Cut.plan(layers.count, axes.pp, options, counts)
+        ends = sorted({cut.ranks[0], cut.ranks[-1]})
+        pairs = [[ranks[end] for end in ends] for ranks in axes.lines("pp")] if len(ends) == 2 else []
+        return Pipe(
+            self.task,
+            model,
+            layers,
+            cut,
+            options=options,
+            context=self.context,
+            group=self.pp,
+            process_group=self.mesh["pp"].get_group(),
+            pair=group_of(self.context.group, pairs),
+            sequence_shards=axes.tp if self.cuts_sequences(options) else 1,
+            used_in=self.used_in,
+        )

@@ -26,15 +26,8 @@ class Single(Replicated[Options]):
             return Placement(refusals=[refusal])
         if shape is None:
             return Placement(seats=worker_on_each(nodes))
-        size = shape.parameters * shape.bytes_per_parameter
-        cost = Cost(
-            parameter_bytes=size,
-            gradient_bytes=size,
-            optimizer_bytes=shape.optimizer_bytes(size),
-            bytes_sent=0,
-            bytes_received=0,
-            messages=0,
-        )
+        size = shape.parameter_bytes
+        cost = Cost(parameter_bytes=size, gradient_bytes=size, optimizer_bytes=shape.optimizer_bytes(size))
         return Placement(seats=worker_on_each(nodes), costs=[cost])
 
     def step(self, batch: Batch) -> StepReport:

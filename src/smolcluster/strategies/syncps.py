@@ -54,7 +54,7 @@ class SyncPS(Pushing[SyncPSOptions]):
     def plan(cls, options: SyncPSOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         if shape is None:
             return Placement(seats=workers_and_server(nodes))
-        n, size = len(nodes), shape.parameters * shape.bytes_per_parameter
+        n, size = len(nodes), shape.parameter_bytes
         gradients, weights = bytes_on_the_wire(options, shape)
         worker = Cost(
             parameter_bytes=2 * size,  # its own, and the server's

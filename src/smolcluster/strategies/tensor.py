@@ -26,24 +26,28 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
+from typing import ClassVar, TypeVar
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smolcluster.config.options import TensorOptions
+from smolcluster.config.options import MeshOptions, Options, TensorOptions
 from smolcluster.errors import UserError
 from smolcluster.models.protocols import TensorSharded
 from smolcluster.parallel.axes import Axes
 from smolcluster.parallel.placement import Node
 from smolcluster.parallel.stages import Shapes
 from smolcluster.parallel.tensor_styles import Fusions, check_sequence, shared_shapes, styles_of, table_of
-from smolcluster.strategies.base import OptionsT
 from smolcluster.strategies.base.parallel import Parallel
 
+TensorT = TypeVar("TensorT", bound=TensorOptions | MeshOptions)
 
-class TensorParallel(Parallel[TensorOptions]):
+
+class TensorParallel(Parallel[TensorT]):
+    Config: ClassVar[type[Options]] = TensorOptions
+
     @classmethod
-    def axes(cls, options: TensorOptions, hosts: Sequence[str]) -> Axes:
+    def axes(cls, options: TensorT, hosts: Sequence[str]) -> Axes:
         num_ranks = len(hosts)
         tp = options.tp or num_ranks
         if tp != num_ranks:
@@ -53,39 +57,35 @@ class TensorParallel(Parallel[TensorOptions]):
         return Axes(tp=tp)
 
     @classmethod
-    def cuts_sequences(cls, options: TensorOptions) -> bool:
+    def cuts_sequences(cls, options: TensorT) -> bool:
         return options.sequence_parallel
 
     @classmethod
-    def parts(cls, options: TensorOptions, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
+    def parts(cls, options: TensorT, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
         return [shared_shapes(model, part, axes.tp) for part in super().parts(options, model, axes, nodes)]
 
-    def shard_layers(self, model: nn.Module) -> Fusions | None:
-        return shard_layers(self, model)
-
-
-def shard_layers(strategy: Parallel[OptionsT], model: nn.Module) -> Fusions | None:
-    """Shard the model's layers along tp by its table of styles. Return how its fused layers were reordered."""
-    if strategy.mesh_axes.tp == 1:
-        return None
-    assert strategy.mesh is not None
-    mesh, sequence_parallel = strategy.mesh["tp"], strategy.cuts_sequences(strategy.options)
-    size = mesh.size()
-    if sequence_parallel:
-        check_sequence(strategy.context.example(1), size)
-    table = table_of(model, size)
-    fusions = Fusions(table["fused"], size)
-    for name, parameter in model.named_parameters():
-        fusions.arrange_(name, parameter)
-    styles = styles_of(sequence_parallel)
-    # Children first: the hooks of a module must see them as DTensors.
-    for name, module in sorted(model.named_modules(), key=lambda item: -item[0].count(".")):
-        pattern = next((p for p in table["styles"] if fnmatch.fnmatchcase(name, p)), None)
-        if pattern is not None:
-            styles[table["styles"][pattern]](module)._apply(module, mesh)
-    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if left:
-        raise UserError(f"tensor_styles() of {type(model).__name__} has no style for {left[0]}")
-    assert isinstance(model, TensorSharded)
-    model.shared_out(size, sequence_parallel=sequence_parallel)
-    return fusions
+    def shard_layers(self, model: nn.Module) -> Fusions:
+        """Shard the model's layers along tp by its table of styles."""
+        if self.mesh_axes.tp == 1:
+            return super().shard_layers(model)
+        assert self.mesh is not None
+        mesh, sequence_parallel = self.mesh["tp"], self.options.sequence_parallel
+        size = mesh.size()
+        if sequence_parallel:
+            check_sequence(self.context.example(1), size)
+        table = table_of(model, size)
+        fusions = Fusions(table["fused"], size)
+        for name, parameter in model.named_parameters():
+            fusions.arrange_(name, parameter)
+        styles = styles_of(sequence_parallel)
+        # Children first: the hooks of a module must see them as DTensors.
+        for name, module in sorted(model.named_modules(), key=lambda item: -item[0].count(".")):
+            pattern = next((p for p in table["styles"] if fnmatch.fnmatchcase(name, p)), None)
+            if pattern is not None:
+                styles[table["styles"][pattern]](module)._apply(module, mesh)
+        left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+        if left:
+            raise UserError(f"tensor_styles() of {type(model).__name__} has no style for {left[0]}")
+        assert isinstance(model, TensorSharded)
+        model.shared_out(size, sequence_parallel=sequence_parallel)
+        return fusions

@@ -6,17 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.equivalence.same_run import COMMON, GPT, assert_same_run
+from tests.equivalence.same_run import COMMON, GPT, LLAMA_PARTS, EqualsSingle, named
 from tests.world import run_world
 
 GPT2 = GPT | {"model.num_heads": 4, "model.max_seq_len": 24, "training.steps": 4, "training.grad_clip_norm": 0.5}
-LLAMA = GPT2 | {
-    "model.position": "rotary",
-    "model.norm": "rmsnorm",
-    "model.activation": "swiglu",
-    "model.num_kv_heads": 2,
-    "model.tie_head": False,
-}
+LLAMA = GPT2 | LLAMA_PARTS
 
 
 @pytest.mark.usual(when=lambda shape, size, options: "fsdp_stage" in options)
@@ -31,17 +25,14 @@ LLAMA = GPT2 | {
     ],
     ids=["gpt2-2", "gpt2-3", "gpt2-dp2", "llama-4", "llama-tp2"],
 )
-def test_a_gpt_equals_single(tmp_path: Path, shape: dict[str, Any], size: int, options: dict[str, int]) -> None:
+def test_a_gpt_equals_single(
+    equals_single: EqualsSingle, shape: dict[str, Any], size: int, options: dict[str, int]
+) -> None:
     """Some targets do not count: pieces have unlike parts of the mean, one of them none."""
     dp = size // options["cp"] // options.get("tp", 1)
-    config = COMMON | shape | {"training.grad_accumulation": 2}
-    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 4}, task="MaskedGPT", strategy="single")
-    parts = {f"strategy.{key}": value for key, value in options.items()}
-    parts |= {"training.batch_size": 4 // dp}
-    many = run_world(size, tmp_path / "many", config | parts, task="MaskedGPT", strategy="mesh")
-    assert_same_run(one, many, tolerance=1e-9)
-    assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
-    assert many.summary["samples"] == one.summary["samples"]
+    config = COMMON | shape | {"training.grad_accumulation": 2, "training.batch_size": 4}
+    parts = named(options) | {"training.batch_size": 4 // dp}
+    equals_single("mesh", size, config, parts, task="MaskedGPT", tolerance=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.equivalence.same_run import COMMON, GPT, assert_same_run, weights
+from tests.equivalence.same_run import COMMON, GPT, EqualsSingle, assert_same_run, weights
 from tests.world import run_world
 
 from smolcluster.observe.events import Notice
@@ -30,12 +30,10 @@ STAGES = [0, 1, 2, 3]
         *((task, 2, 3) for task in ("ListsOfLists", "Twice")),
     ],
 )
-def test_unusual_models_equal_single(tmp_path: Path, task: str, size: int, stage: int) -> None:
+def test_unusual_models_equal_single(equals_single: EqualsSingle, task: str, size: int, stage: int) -> None:
     """A weight in two layers, one that is not trained, and lists of layers."""
-    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 12}, task=task, strategy="single")
     parts = {"training.batch_size": 12 // size, "strategy.fsdp_stage": stage}
-    many = run_world(size, tmp_path / "many", COMMON | parts, task=task, strategy="fsdp")
-    assert_same_run(one, many, tolerance=1e-10)
+    equals_single("fsdp", size, COMMON | {"training.batch_size": 12}, parts, task=task)
 
 
 @pytest.mark.usual(when=lambda options, told: told is None or "across" in told)
@@ -52,12 +50,9 @@ def test_unusual_models_equal_single(tmp_path: Path, task: str, size: int, stage
     ],
     ids=["2x2", "4x1", "two machines", "one machine"],
 )
-def test_hybrid_equals_single(tmp_path: Path, options: dict[str, Any], told: str | None) -> None:
-    config = COMMON | GPT | {"training.steps": 3}
-    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 8}, task="DoubleGPT", strategy="single")
-    parts = {"training.batch_size": 2} | options
-    many = run_world(4, tmp_path / "many", config | parts, task="DoubleGPT", strategy="fsdp")
-    assert_same_run(one, many, tolerance=1e-9)
+def test_hybrid_equals_single(equals_single: EqualsSingle, options: dict[str, Any], told: str | None) -> None:
+    config, parts = COMMON | GPT | {"training.steps": 3, "training.batch_size": 8}, {"training.batch_size": 2} | options
+    many = equals_single("fsdp", 4, config, parts, task="DoubleGPT", tolerance=1e-9)
     said = [e.message for e in many.ranks[0].events if isinstance(e, Notice) and "HYBRID_SHARD" in e.message]
     assert (told or "") in "".join(said)
     assert bool(told) == bool(said)
@@ -76,18 +71,6 @@ def test_buffers_have_a_type_of_their_own(tmp_path: Path) -> None:
     torch.testing.assert_close(mean, exact, rtol=0.05, atol=0.01)
     assert torch.equal(mean, mean.bfloat16().float())
     assert not torch.equal(exact, exact.bfloat16().float())
-
-
-@pytest.mark.usual(when=lambda stage: stage in (0, 3))
-@pytest.mark.parametrize("stage", STAGES)
-def test_unlike_batch_sizes_are_weighted_by_samples(tmp_path: Path, stage: int) -> None:
-    hosts = {"cluster.workers": ["a", "b", "c"], "cluster.batch_size": {"a": 7, "b": 2}, "training.batch_size": 3}
-    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 12}, task="Double", strategy="single")
-    many = run_world(
-        3, tmp_path / "many", COMMON | hosts | {"strategy.fsdp_stage": stage}, task="Double", strategy="fsdp"
-    )
-    assert [rank.rows()[0].samples for rank in many.ranks] == [7, 2, 3]
-    assert_same_run(one, many, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -126,12 +109,10 @@ def test_blocks_that_not_all_ranks_use_end_the_run(
     assert max(len(rank.rows()) for rank in world.ranks) == at
 
 
-def test_a_block_that_nobody_uses_is_left_alone(tmp_path: Path) -> None:
-    config, nobody = COMMON | {"strategy.fsdp_stage": 2}, {"SKIPS": json.dumps([(0, 0, 8, 1), (1, 0, 8, 1)])}
-    whole, half = config | {"training.batch_size": 12}, config | {"training.batch_size": 6}
-    one = run_world(1, tmp_path / "one", whole, task="Skips", strategy="single", environ=nobody)
-    many = run_world(2, tmp_path / "many", half, task="Skips", strategy="fsdp", environ=nobody)
-    assert_same_run(one, many, tolerance=1e-10)
+def test_a_block_that_nobody_uses_is_left_alone(equals_single: EqualsSingle) -> None:
+    nobody = {"SKIPS": json.dumps([(0, 0, 8, 1), (1, 0, 8, 1)])}
+    config, half = COMMON | {"training.batch_size": 12}, {"training.batch_size": 6, "strategy.fsdp_stage": 2}
+    equals_single("fsdp", 2, config, half, task="Skips", environ=nobody)
 
 
 def test_a_model_of_two_types_is_not_cut_up(tmp_path: Path) -> None:
@@ -219,15 +200,13 @@ def test_names_with_a_slash_are_saved(tmp_path: Path) -> None:
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
-@pytest.mark.usual(when=lambda strategy, options: strategy == "fsdp")
-@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("tensor", {})])
-def test_plain_gradient_descent_equals_single(tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
+@pytest.mark.usual(when=lambda strategy, shards: strategy == "fsdp")
+@pytest.mark.parametrize(("strategy", "shards"), [("fsdp", 2), ("tensor", 1)])
+def test_plain_gradient_descent_equals_single(equals_single: EqualsSingle, strategy: str, shards: int) -> None:
     """torch has no fused form of it for parts of tensors."""
-    config = COMMON | GPT | {"training.optimizer": "sgd", "training.learning_rate": 0.1}
-    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 4}, task="DoubleGPT", strategy="single")
-    size = 4 if strategy == "tensor" else 2
-    many = run_world(2, tmp_path / "many", config | {"training.batch_size": size}, task="DoubleGPT", strategy=strategy)
-    assert_same_run(one, many, tolerance=1e-9)
+    sgd = {"training.optimizer": "sgd", "training.learning_rate": 0.1, "training.batch_size": 4}
+    parts = {"training.batch_size": 4 // shards}
+    equals_single(strategy, 2, COMMON | GPT | sgd, parts, task="DoubleGPT", tolerance=1e-9)
 
 
 @pytest.mark.parametrize(

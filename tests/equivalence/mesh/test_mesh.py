@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
-from tests.equivalence.same_run import COMMON, GPT, assert_same_run
-from tests.world import World, run_world
+from tests.equivalence.same_run import COMMON, GPT, EqualsSingle, Single, named
 
 SHAPES = [
     (size, dp, tp, pp)
@@ -25,24 +23,16 @@ USUAL = [(4, 2, 1, 2, 2)]  # a stage beside another axis; without it: tests/conf
 CONFIG = COMMON | GPT | {"training.steps": 4, "model.num_heads": 4, "model.num_layers": 4}
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> World:
-    config = CONFIG | {"training.batch_size": 8}
-    return run_world(1, tmp_path_factory.mktemp("one"), config, task="DoubleGPT", strategy="single")
-
-
 @pytest.mark.usual(when=lambda strategy, options: strategy != "tensor")
 @pytest.mark.parametrize(
     ("strategy", "options"), [("pipeline", {}), ("tensor", {}), ("mesh", {"cp": 2})], ids=["pipeline", "tensor", "cp"]
 )
-def test_ranks_that_share_samples_augment_them_alike(tmp_path: Path, strategy: str, options: dict[str, int]) -> None:
+def test_ranks_that_share_samples_augment_them_alike(
+    equals_single: EqualsSingle, strategy: str, options: dict[str, int]
+) -> None:
     """Inputs and targets are cut from a random place of each sequence: those of the first rank fit those of the last."""
     config = CONFIG | {"training.batch_size": 4, "training.grad_accumulation": 2}
-    alone = run_world(1, tmp_path / "one", config, task="AugmentedGPT", strategy="single")
-    parts = {f"strategy.{key}": value for key, value in options.items()}
-    many = run_world(2, tmp_path / "many", config | parts, task="AugmentedGPT", strategy=strategy)
-    assert_same_run(alone, many, tolerance=1e-9)
-    assert alone.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+    equals_single(strategy, 2, config, named(options), task="AugmentedGPT", tolerance=1e-9)
 
 
 @pytest.mark.usual(when=lambda strategy, options, **_: strategy == "pipeline" or options.get("fsdp_stage") == 3)
@@ -58,15 +48,15 @@ def test_ranks_that_share_samples_augment_them_alike(tmp_path: Path, strategy: s
     ],
     ids=lambda value: str(value),
 )
-def test_the_norm_of_every_gradient(tmp_path: Path, size: int, strategy: str, options: dict[str, int]) -> None:
+def test_the_norm_of_every_gradient(
+    equals_single: EqualsSingle, single: Single, size: int, strategy: str, options: dict[str, int]
+) -> None:
     """Each rank has a piece of some; a tied head counts once."""
-    config = CONFIG | {"training.track_gradients": True, "training.steps": 1}
-    alone = run_world(1, tmp_path / "one", config | {"training.batch_size": 8}, task="DoubleGPT", strategy="single")
+    config = CONFIG | {"training.track_gradients": True, "training.steps": 1, "training.batch_size": 8}
     shards = {"fsdp": 2, "mesh": 2}.get(strategy, 1)
-    parts = {f"strategy.{key}": value for key, value in options.items()} | {"training.batch_size": 8 // shards}
-    many = run_world(size, tmp_path / "many", config | parts, task="DoubleGPT", strategy=strategy)
-    assert not [rank.failed for rank in many.ranks if rank.failed]
-    expected = alone.ranks[0].rows()[0].gradient_norms
+    parts = named(options) | {"training.batch_size": 8 // shards}
+    many = equals_single(strategy, size, config, parts, task="DoubleGPT", tolerance=1e-9)
+    expected = single(config, "DoubleGPT").ranks[0].rows()[0].gradient_norms
     for rank in many.ranks:
         assert rank.rows()[0].gradient_norms == pytest.approx(expected, rel=1e-9)
     assert many.ranks[0].rows()[0].grad_norm == pytest.approx(sum(n**2 for n in expected.values()) ** 0.5, rel=1e-9)
@@ -75,21 +65,15 @@ def test_the_norm_of_every_gradient(tmp_path: Path, size: int, strategy: str, op
 @pytest.mark.usual(when=lambda **case: tuple(case.values()) in USUAL)
 @pytest.mark.parametrize(("size", "dp", "tp", "pp", "stage"), CASES, ids=lambda v: str(v))
 def test_every_shape_equals_single(
-    tmp_path: Path, one: World, size: int, dp: int, tp: int, pp: int, stage: int
+    equals_single: EqualsSingle, size: int, dp: int, tp: int, pp: int, stage: int
 ) -> None:
-    parts = {"training.batch_size": 8 // dp, "strategy.dp": dp, "strategy.tp": tp, "strategy.pp": pp}
-    parts |= {"strategy.fsdp_stage": stage}
-    many = run_world(size, tmp_path, CONFIG | parts, task="DoubleGPT", strategy="mesh")
-    assert_same_run(one, many, tolerance=1e-9)
-    assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
-    assert many.summary["samples"] == 4 * 8
+    parts = named({"dp": dp, "tp": tp, "pp": pp, "fsdp_stage": stage}) | {"training.batch_size": 8 // dp}
+    equals_single("mesh", size, CONFIG | {"training.batch_size": 8}, parts, task="DoubleGPT", tolerance=1e-9)
 
 
-def test_pipelines_with_unlike_batches_gather_together(tmp_path: Path) -> None:
+def test_pipelines_with_unlike_batches_gather_together(equals_single: EqualsSingle) -> None:
     """Sharded along dp, two pipelines gather parameters for each micro-batch: both must have as many of them."""
-    config = CONFIG | {"training.steps": 2}
-    alone = run_world(1, tmp_path / "one", config | {"training.batch_size": 14}, task="DoubleGPT", strategy="single")
     hosts = {"cluster.workers": ["a", "b", "c", "d"], "cluster.batch_size": {"a": 8, "b": 6, "c": 8, "d": 6}}
-    parts = {"strategy.dp": 2, "strategy.pp": 2, "strategy.fsdp_stage": 3}
-    many = run_world(4, tmp_path / "many", config | hosts | parts, task="DoubleGPT", strategy="mesh")
-    assert_same_run(alone, many, tolerance=1e-9)
+    parts = hosts | named({"dp": 2, "pp": 2, "fsdp_stage": 3})
+    config = CONFIG | {"training.steps": 2, "training.batch_size": 14}
+    equals_single("mesh", 4, config, parts, task="DoubleGPT", tolerance=1e-9)

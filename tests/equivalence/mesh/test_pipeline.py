@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.equivalence.same_run import COMMON, GPT, assert_same_run
+from tests.equivalence.same_run import COMMON, GPT, EqualsSingle, Single, assert_same_run, named
 from tests.world import run_world
 
 from smolcluster.observe.events import Notice
@@ -29,14 +29,12 @@ GPT4 = GPT | {"model.num_layers": 4}
     ],
     ids=["1f1b", "zbv", "auto", "mesh"],
 )
-def test_a_traced_model_equals_single(tmp_path: Path, size: int, strategy: str, options: dict[str, Any]) -> None:
+def test_a_traced_model_equals_single(
+    equals_single: EqualsSingle, size: int, strategy: str, options: dict[str, Any]
+) -> None:
     config = COMMON | {"training.batch_size": 12, "training.grad_clip_norm": 0.1}
-    one = run_world(1, tmp_path / "one", config, task="Residual", strategy="single")
-    parts = {f"strategy.{key}": value for key, value in options.items()}
-    parts |= {"training.batch_size": 6 if strategy == "mesh" else 12}
-    many = run_world(size, tmp_path / "many", config | parts, task="Residual", strategy=strategy)
-    assert_same_run(one, many, tolerance=1e-10)
-    assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+    parts = named(options) | {"training.batch_size": 6 if strategy == "mesh" else 12}
+    equals_single(strategy, size, config, parts, task="Residual")
 
 
 def test_a_model_that_cannot_be_traced_is_told_why(tmp_path: Path) -> None:
@@ -52,16 +50,14 @@ def test_a_model_that_cannot_be_traced_is_told_why(tmp_path: Path) -> None:
 
 @pytest.mark.usual(when=lambda schedule, shape: schedule == "1f1b" and not shape)
 @pytest.mark.parametrize(("schedule", "shape"), [("1f1b", {}), ("zbv", {}), ("1f1b", {"dp": 2, "pp": 2})])
-def test_layers_by_measured_speed(tmp_path: Path, schedule: str, shape: dict[str, int]) -> None:
+def test_layers_by_measured_speed(tmp_path: Path, single: Single, schedule: str, shape: dict[str, int]) -> None:
     """A slow rank gets fewer layers: of eight, four stages leave it its two; and all is as on one machine."""
     config = COMMON | GPT | {"model.num_layers": 8, "training.steps": 2, "training.batch_size": 8}
-    one = run_world(1, tmp_path / "one", config, task="DoubleGPT", strategy="single")
-    parts = {f"strategy.{axis}": length for axis, length in shape.items()}
-    parts |= {"strategy.layer_distribution": "auto", "strategy.schedule": schedule, "strategy.num_microbatches": 2}
+    parts = named({**shape, "layer_distribution": "auto", "schedule": schedule, "num_microbatches": 2})
     parts |= {"training.batch_size": 8 // shape.get("dp", 1)}
     size, strategy = (4, "mesh") if shape else (2, "pipeline")
     many = run_world(size, tmp_path / "many", config | parts, task="UnlikeGPT", strategy=strategy)
-    assert_same_run(one, many, tolerance=1e-9)
+    assert_same_run(single(config, "DoubleGPT"), many, tolerance=1e-9)
     told = [e.message for e in many.ranks[0].events if isinstance(e, Notice) and "layer_distribution" in e.message]
     counts = [int(number) for number in re.search(r"gives \[(.*)\];", told[0])[1].split(",")]
     assert sum(counts) == 8
@@ -115,11 +111,8 @@ def test_a_picture_that_cannot_be_written_fails_no_run(tmp_path: Path) -> None:
     [("Turned", {"strategy.layer_distribution": [2, 3]}), ("TracedTie", {"strategy.num_microbatches": 2})],
     ids=["as it lies in memory", "a weight in two layers of a stage"],
 )
-def test_unusual_models_equal_single(tmp_path: Path, task: str, options: dict[str, Any]) -> None:
-    config = COMMON | {"training.batch_size": 8}
-    one = run_world(1, tmp_path / "one", config, task=task, strategy="single")
-    many = run_world(2, tmp_path / "many", config | options, task=task, strategy="pipeline")
-    assert_same_run(one, many, tolerance=1e-10)
+def test_unusual_models_equal_single(equals_single: EqualsSingle, task: str, options: dict[str, Any]) -> None:
+    equals_single("pipeline", 2, COMMON | {"training.batch_size": 8}, options, task=task)
 
 
 @pytest.mark.parametrize(

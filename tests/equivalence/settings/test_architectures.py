@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.equivalence.same_run import COMMON, GPT, assert_same_run, weights
-from tests.world import World, run_elastic_world, run_world
+from tests.equivalence.same_run import COMMON, GPT, EqualsSingle, Single, named, weights
+from tests.world import run_elastic_world
 
-from smolcluster.engine.checkpoint.snapshot import read_checkpoint
 from smolcluster.models.registry import ARCHITECTURES
 
 SMALL = COMMON | GPT | {"model.num_heads": 4, "model.num_kv_heads": 2, "training.steps": 4}
@@ -42,37 +41,29 @@ ELASTIC: dict[str, tuple[int, str, dict[str, Any]]] = {
 NAMES = [name for name in ARCHITECTURES if name != "gpt"]
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], World]:
-    """The configuration of an architecture, and its run on one process."""
-    config = SMALL | {"model.type": request.param} | SHAPES[request.param]
-    folder = tmp_path_factory.mktemp("single")
-    one = run_world(1, folder, config | {"training.batch_size": BATCH}, task="DoubleGPT", strategy="single")
-    return config, one
-
-
-def options(said: dict[str, Any], batch_size: int) -> dict[str, Any]:
-    return {f"strategy.{key}": value for key, value in said.items()} | {"training.batch_size": batch_size}
+@pytest.fixture(params=NAMES)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return the configuration of an architecture on one process."""
+    return SMALL | {"model.type": request.param, "training.batch_size": BATCH} | SHAPES[request.param]
 
 
 @pytest.mark.usual(when=lambda case, **_: case not in ("fsdp-2", "tensor-whole", "mesh"))
 @pytest.mark.parametrize("case", MESH)
-def test_it_equals_single_on_the_mesh_plane(single: tuple[dict[str, Any], World], case: str, tmp_path: Path) -> None:
-    (config, one), (size, strategy, said) = single, MESH[case]
-    readers = size if strategy in ("allreduce", "fsdp") else 1
-    many = run_world(size, tmp_path, config | options(said, BATCH // readers), task="DoubleGPT", strategy=strategy)
-    assert_same_run(one, many, tolerance=1e-9)
-    assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+def test_it_equals_single_on_the_mesh_plane(equals_single: EqualsSingle, config: dict[str, Any], case: str) -> None:
+    size, strategy, said = MESH[case]
+    parts = named(said) | {"training.batch_size": BATCH // (size if strategy in ("allreduce", "fsdp") else 1)}
+    equals_single(strategy, size, config, parts, task="DoubleGPT", tolerance=1e-9)
 
 
 @pytest.mark.usual(when=lambda case, **_: case in ("syncps", "fsdp-1"))
 @pytest.mark.parametrize("case", ELASTIC)
-def test_it_equals_single_on_the_elastic_plane(single: tuple[dict[str, Any], World], case: str, tmp_path: Path) -> None:
-    (config, one), (size, strategy, said) = single, ELASTIC[case]
-    config |= {"cluster.plane": "elastic"} | options(said, BATCH // size)
-    many = run_elastic_world(size, tmp_path, config, task="DoubleGPT", strategy=strategy)
+def test_it_equals_single_on_the_elastic_plane(
+    single: Single, config: dict[str, Any], case: str, tmp_path: Path
+) -> None:
+    size, strategy, said = ELASTIC[case]
+    parts = named(said) | {"cluster.plane": "elastic", "training.batch_size": BATCH // size}
+    many = run_elastic_world(size, tmp_path, config | parts, task="DoubleGPT", strategy=strategy)
     assert set(many.statuses.values()) == {0}, many.story()
-    found = read_checkpoint(Path(many.summary["checkpoint"])).weights
-    tolerance = 2e-5 if strategy in ("syncps", "edp") else 1e-9
-    for name, tensor in weights(one).items():
+    found, tolerance = weights(many), 2e-5 if strategy in ("syncps", "edp") else 1e-9
+    for name, tensor in weights(single(config, "DoubleGPT")).items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, check_dtype=False)

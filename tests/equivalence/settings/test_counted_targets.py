@@ -6,13 +6,12 @@ another number; micro-batches of one sequence have none now and then. Tolerances
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.equivalence.same_run import COMMON, assert_same_run, weights
+from tests.equivalence.same_run import COMMON, EqualsSingle, Single, assert_same_run, weights
 from tests.world import ElasticWorld, World, run_elastic_world, run_world
 
 from smolcluster.config.strategies import strategy_names
@@ -22,6 +21,7 @@ GPT: dict[str, Any] = COMMON | {
     **{"model.model_dim": 16, "model.num_layers": 2, "model.num_heads": 2, "model.max_seq_len": 12, "model.ff_dim": 32},
     **{"training.steps": STEPS, "training.grad_clip_norm": 0.5, "training.eval_samples": 30},
 }
+WHOLE = GPT | {"training.batch_size": 8}  # in one batch: the mean over all its targets is the task's own
 AT_ONCE = {"strategy.worker_update_interval": 1}
 ELASTIC = {"cluster.plane": "elastic"}
 
@@ -43,24 +43,9 @@ SERVED: list[tuple[str, int, int, int, dict[str, Any]]] = [
     ("allreduce", 2, 2, 2, ELASTIC),
     *[("fsdp", 2, 2, 2, ELASTIC | {"strategy.fsdp_stage": stage}) for stage in (0, 1)],
 ]
-Single = Callable[[str, dict[str, Any]], World]
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Single:
-    """One batch of all samples on one process: the mean over all its targets is the task's own."""
-    runs: dict[str, World] = {}
-
-    def run(task: str, config: dict[str, Any]) -> World:
-        if task not in runs:
-            where = tmp_path_factory.mktemp("single")
-            runs[task] = run_world(1, where, config | {"training.batch_size": 8}, task=task, strategy="single")
-        return runs[task]
-
-    return run
-
-
-def named(case: tuple[str, int, int, int, dict[str, Any]]) -> str:
+def label(case: tuple[str, int, int, int, dict[str, Any]]) -> str:
     name, size, batch_size, parts, options = case
     said = [f"{key.rpartition('.')[2]}-{value}" for key, value in options.items() if key not in ELASTIC | AT_ONCE]
     return "-".join([name, f"{size}x{batch_size}x{parts}", *said])
@@ -75,24 +60,24 @@ def test_all_strategies_are_here() -> None:
 
 
 @pytest.mark.usual(when=lambda case: case not in (MESH[2], MESH[4], MESH[8], MESH[9]))
-@pytest.mark.parametrize("case", MESH, ids=named)
-def test_equals_single(tmp_path: Path, single: Single, case: tuple[str, int, int, int, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", MESH, ids=label)
+def test_equals_single(
+    equals_single: EqualsSingle, single: Single, case: tuple[str, int, int, int, dict[str, Any]]
+) -> None:
     strategy, size, batch_size, parts, options = case
-    many = run_world(size, tmp_path, divided(batch_size, parts, options), task="RaggedGPT", strategy=strategy)
-    one = single("RaggedGPT", GPT)
-    assert_same_run(one, many, tolerance=1e-9)
-    assert one.summary["train_loss"] == pytest.approx(many.summary["train_loss"], rel=1e-9)
-    assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+    config = divided(batch_size, parts, options)
+    many = equals_single(strategy, size, WHOLE, config, task="RaggedGPT", tolerance=1e-9)
+    assert single(WHOLE, "RaggedGPT").summary["train_loss"] == pytest.approx(many.summary["train_loss"], rel=1e-9)
 
 
-@pytest.mark.parametrize("case", SERVED, ids=named)
+@pytest.mark.parametrize("case", SERVED, ids=label)
 def test_equals_single_where_members_come_and_go(
     tmp_path: Path, single: Single, case: tuple[str, int, int, int, dict[str, Any]]
 ) -> None:
     strategy, size, batch_size, parts, options = case
     config = divided(batch_size, parts, options)
     assert_served(
-        single("RaggedGPT", GPT),
+        single(WHOLE, "RaggedGPT"),
         run_elastic_world(size, tmp_path, config, task="RaggedGPT", strategy=strategy),
         tolerance=2e-5 if options == AT_ONCE else 1e-9,
     )
@@ -103,7 +88,7 @@ def assert_served(one: World, many: ElasticWorld, *, tolerance: float) -> None:
     assert many.server.losses() == pytest.approx(one.global_losses(), rel=1e-6)  # the server's loss is fp32
     assert many.summary["val_loss"] == pytest.approx(one.summary["val_loss"], rel=tolerance)
     for name, tensor in weights(one).items():
-        torch.testing.assert_close(weights(many)[name], tensor, rtol=0, atol=tolerance)  # type: ignore[arg-type]
+        torch.testing.assert_close(weights(many)[name], tensor, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +101,7 @@ def test_a_mean_over_nothing_is_not_taken(
 ) -> None:
     """Samples one by one, of which many weigh nothing: their own loss is NaN, and so is its gradient."""
     config = COMMON | {"training.steps": STEPS}
-    one = single("Weighed", config)
+    one = single(config | {"training.batch_size": 8}, "Weighed")
     parts = config | options | {"training.batch_size": 1, "training.grad_accumulation": 4}
     if options in (AT_ONCE, ELASTIC):
         many = run_elastic_world(2, tmp_path, parts, task="Weighed", strategy=strategy)

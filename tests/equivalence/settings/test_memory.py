@@ -1,4 +1,4 @@
-"""What a rehearsal foretells is what real processes hold: every storage of two ranks, over real sockets, is counted.
+"""A memory estimate is what real processes hold: every storage of two ranks, over real sockets, is counted.
 
 Every strategy in fp32 is in tests/conformance. The tolerance of 5 % is for what backends allocate by themselves; here they
 agree to the byte but for it.
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.equivalence.same_run import named
 from tests.world import forkserver
 
 from smolcluster.config import load_config, resolve
@@ -73,8 +74,7 @@ def measured(config: Config) -> list[int]:
     ],
 )
 def test_a_real_run_holds_what_was_foretold(strategy: str, precision: str, options: dict[str, Any]) -> None:
-    overrides = {**GPT, "training.precision": precision, "strategy.name": strategy}
-    overrides |= {f"strategy.{key}": value for key, value in options.items()}
+    overrides = GPT | named(options) | {"training.precision": precision, "strategy.name": strategy}
     config = resolve(load_config([], overrides=overrides))
     subject = Workload.open(config, find_task(config), num_ranks=2, device=torch.device("cpu"))
     said = forecast(

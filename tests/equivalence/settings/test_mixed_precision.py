@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.equivalence.same_run import COMMON, GPT, weights
-from tests.world import World, run_world
+from tests.equivalence.same_run import COMMON, GPT, Single, named, weights
+from tests.world import run_world
 
 CONFIG = (
     COMMON
@@ -30,30 +30,18 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ones(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
-    """In each precision, on one process."""
-    config = CONFIG | {"training.batch_size": 4}
-    return {
-        precision: run_world(
-            1, tmp_path_factory.mktemp(precision), config | {"training.precision": precision}, strategy="single"
-        )
-        for precision in ("fp32", "bf16", "fp16")
-    }
-
-
 @pytest.mark.usual(
     when=lambda way, precision: way in ("pipeline", "pieces of sequences") or (way, precision) == ("dp x pp", "fp16")
 )
 @pytest.mark.parametrize(("way", "precision"), [*((way, "bf16") for way in WAYS), ("dp x pp", "fp16")])
-def test_follows_single(tmp_path: Path, ones: dict[str, World], way: str, precision: str) -> None:
+def test_follows_single(tmp_path: Path, single: Single, way: str, precision: str) -> None:
     size, strategy, options = WAYS[way]
     shards = size // 2 if way.startswith("dp") else 1
-    parts = {f"strategy.{key}": value for key, value in options.items()}
-    parts |= {"training.batch_size": 4 // shards, "training.precision": precision}
+    parts = named(options) | {"training.batch_size": 4 // shards, "training.precision": precision}
     many = run_world(size, tmp_path, CONFIG | parts, strategy=strategy)
     assert [rank.status for rank in many.ranks] == [0] * size, [rank.failed for rank in many.ranks]
-    one, exact = ones[precision], ones["fp32"]
+    whole = CONFIG | {"training.batch_size": 4}
+    one, exact = (single(whole | {"training.precision": each}, None) for each in (precision, "fp32"))
     assert one.global_losses() == pytest.approx(many.global_losses(), rel=1e-2)
     assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-2)
     # It was clipped at every step, by a norm that is the same to two digits.

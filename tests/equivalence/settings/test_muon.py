@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.equivalence.same_run import COMMON, GPT, assert_same_run, weights
-from tests.world import World, run_elastic_world, run_world
+from tests.equivalence.same_run import COMMON, GPT, EqualsSingle, Single, named, weights
+from tests.world import run_elastic_world, run_world
 
 MUON = COMMON | GPT | {"training.optimizer": "muon", "training.steps": 4}
+WHOLE = MUON | {"training.batch_size": 12}
 WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "allreduce": (2, "allreduce", {}),
     "fsdp 1": (3, "fsdp", {"fsdp_stage": 1}),
@@ -25,46 +26,25 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ones(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, World]:
-    """On one process, with a tied head and without."""
-    config = MUON | {"training.batch_size": 12}
-    return {
-        tied: run_world(
-            1,
-            tmp_path_factory.mktemp("one"),
-            config | {"model.tie_head": tied},
-            task="DoubleGPT",
-            strategy="single",
-        )
-        for tied in (True, False)
-    }
-
-
 @pytest.mark.usual(
     when=lambda way, tied: tied == (way in ("fsdp 3", "pipeline")) and way in ("fsdp 3", "pipeline", "tensor", "fsdp 1")
 )
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("way", WAYS)
-def test_equals_single(tmp_path: Path, ones: dict[bool, World], way: str, tied: bool) -> None:
+def test_equals_single(equals_single: EqualsSingle, way: str, tied: bool) -> None:
     size, strategy, options = WAYS[way]
     shards = 1 if strategy in ("tensor", "pipeline") else 2 if strategy == "mesh" else size
-    config = MUON | {"training.batch_size": 12 // shards, "model.tie_head": tied}
-    config |= {f"strategy.{key}": value for key, value in options.items()}
-    many = run_world(size, tmp_path, config, task="DoubleGPT", strategy=strategy)
-    assert_same_run(ones[tied], many, tolerance=1e-7)
+    parts = named(options) | {"training.batch_size": 12 // shards}
+    equals_single(strategy, size, WHOLE | {"model.tie_head": tied}, parts, task="DoubleGPT", tolerance=1e-7)
 
 
 @pytest.mark.parametrize(
     ("strategy", "options"), [("fsdp", {"fsdp_stage": 1}), ("syncps", {"worker_update_interval": 1})]
 )
-def test_where_members_come_and_go(
-    tmp_path: Path, ones: dict[bool, World], strategy: str, options: dict[str, Any]
-) -> None:
-    config = MUON | {"training.batch_size": 6, "model.tie_head": True, "cluster.plane": "elastic"}
-    config |= {f"strategy.{key}": value for key, value in options.items()}
+def test_where_members_come_and_go(tmp_path: Path, single: Single, strategy: str, options: dict[str, Any]) -> None:
+    config = MUON | named(options) | {"training.batch_size": 6, "model.tie_head": True, "cluster.plane": "elastic"}
     many = run_elastic_world(2, tmp_path, config, task="DoubleGPT", strategy=strategy)
-    first, second = weights(ones[True]), weights(many)
+    first, second = weights(single(WHOLE | {"model.tie_head": True}, "DoubleGPT")), weights(many)
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-6 if strategy == "fsdp" else 1e-4)
 
@@ -73,8 +53,7 @@ def test_where_members_come_and_go(
 @pytest.mark.parametrize("way", ["fsdp 3", "tensor"])
 def test_resumes_bitwise(tmp_path: Path, way: str) -> None:
     size, strategy, options = WAYS[way]
-    config = MUON | {"training.batch_size": 4, "training.checkpoint_steps": 2}
-    config |= {f"strategy.{key}": value for key, value in options.items()}
+    config = MUON | named(options) | {"training.batch_size": 4, "training.checkpoint_steps": 2}
     whole = run_world(size, tmp_path / "whole", config, strategy=strategy)
     half = tmp_path / "whole" / "checkpoints" / "step-00000002"
     again = run_world(size, tmp_path / "again", config, strategy=strategy, resume=half)

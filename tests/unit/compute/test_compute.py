@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from smolcluster.compute.buffers import RunningStatistics
 from smolcluster.compute.device import choose_device, peak_memory_bytes, share_cores
-from smolcluster.compute.optim import load_named_state, make_optimizer, named_state, warmup_cosine, without_state
+from smolcluster.compute.optim import make_optimizer, named_state, warmup_cosine, without_state
 from smolcluster.compute.precision import MOST, PATIENCE, AgreedScale, LossScale
 from smolcluster.compute.replica import MAX_SKIPPED, Batch, Replica, to_device
 from smolcluster.compute.rng import derive_seed, seed_everything
@@ -66,8 +66,8 @@ def batch(seed: int, *, parts: int = 1, size: int = 6) -> Batch:
 def replica(*, optimizer: Literal["adamw", "sgd"] = "adamw", **changes: Any) -> Replica:
     config = TrainingConfig(learning_rate=0.01, weight_decay=0.1, optimizer=optimizer, momentum=0.9)
     model = network()
-    settings = {"precision": "fp32", "grad_clip_norm": 0.3, "learning_rate": lambda n: 0.01 / (n + 1)} | changes
-    return Replica(model=model, loss=loss, optimizer=make_optimizer(model, config), device=CPU, **settings)
+    settings = {"loss": loss, "grad_clip_norm": 0.3, "learning_rate": lambda n: 0.01 / (n + 1)} | changes
+    return Replica(model=model, optimizer=make_optimizer(model, config), device=CPU, **settings)
 
 
 def test_steps_equal_a_hand_written_loop() -> None:
@@ -296,15 +296,7 @@ def test_bf16_runs_forward_in_bf16_and_keeps_fp32_weights() -> None:
         seen.append(logits.dtype)
         return F.cross_entropy(logits, part[1])
 
-    model = network()
-    ours = Replica(
-        model=model,
-        loss=watching,
-        optimizer=make_optimizer(model, TrainingConfig()),
-        learning_rate=lambda _: 1e-3,
-        device=CPU,
-        precision="bf16",
-    )
+    ours = replica(loss=watching, precision="bf16")
     ours.compute(batch(1))
     ours.apply()
     assert seen == [torch.bfloat16]
@@ -321,40 +313,24 @@ def test_gradient_norms_per_parameter() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_state_by_name_resumes_bitwise(optimizer: str) -> None:
-    config = TrainingConfig(optimizer=optimizer, learning_rate=0.01)
+def test_state_by_name_resumes_bitwise(optimizer: Literal["adamw", "sgd"]) -> None:
+    straight, first, second = (replica(optimizer=optimizer) for _ in range(3))
 
-    def fresh() -> Replica:
-        model = network()
-        return Replica(
-            model=model, loss=loss, optimizer=make_optimizer(model, config), learning_rate=lambda _: 0.01, device=CPU
-        )
+    def train(ours: Replica, steps: range) -> None:
+        for n in steps:
+            ours.compute(batch(n))
+            ours.apply()
 
-    straight = fresh()
-    for n in range(6):
-        straight.compute(batch(n))
-        straight.apply()
-    first = fresh()
-    for n in range(3):
-        first.compute(batch(n))
-        first.apply()
+    train(straight, range(6))
+    train(first, range(3))
     tensors, numbers = first.state_dict()
-    second = fresh()
     second.load_state_dict(
         {n: t.clone() for n, t in first.weights().items()}, {n: t.clone() for n, t in tensors.items()}, numbers
     )
-    for n in range(3, 6):
-        second.compute(batch(n))
-        second.apply()
+    train(second, range(3, 6))
     assert all(torch.equal(straight.weights()[n], t) for n, t in second.weights().items())
     assert all("/" in name for name in tensors)
     assert named_state(second.model, second.optimizer).keys() == tensors.keys()
-
-
-def test_optimizer_state_of_a_missing_parameter_is_left_fresh() -> None:
-    ours = replica()
-    load_named_state(ours.model, ours.optimizer, {})
-    assert named_state(ours.model, ours.optimizer) == {}
 
 
 def test_a_worker_starts_without_torchs_compiler() -> None:
@@ -386,13 +362,6 @@ def test_our_optimizers_are_torchs_to_the_last_bit(kind: str) -> None:
 def _grouped(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Matrices, then vectors."""
     return [p for p in model.parameters() if p.ndim >= 2], [p for p in model.parameters() if p.ndim < 2]
-
-
-def test_vectors_do_not_decay() -> None:
-    groups = make_optimizer(network(), TrainingConfig(weight_decay=0.5)).param_groups
-    assert [g["weight_decay"] for g in groups] == [0.5, 0.0]
-    assert {p.ndim for p in groups[0]["params"]} == {2}
-    assert {p.ndim for p in groups[1]["params"]} == {1}
 
 
 @given(warmup=st.integers(0, 50), steps=st.integers(1, 200), peak=st.floats(1e-5, 1.0), share=st.floats(0.0, 1.0))
@@ -464,13 +433,6 @@ def test_cores_are_shared_unless_the_user_said_otherwise(monkeypatch: pytest.Mon
         torch.set_num_threads(before)
 
 
-def test_to_device_keeps_the_shape_of_a_batch() -> None:
-    part = {"a": torch.ones(1), "b": [torch.zeros(2), "text"], "c": (torch.ones(1),)}
-    moved = to_device(part, CPU)
-    assert moved["b"][1] == "text"
-    assert isinstance(moved["c"], tuple)
-
-
 def test_which_parameters_have_no_optimizer_state() -> None:
     ours = replica()
     ours.compute(batch(1))
@@ -481,17 +443,13 @@ def test_which_parameters_have_no_optimizer_state() -> None:
     assert ours.missing_state(tensors, numbers) == []
     assert ours.missing_state(part, numbers) == [names[0]]
     assert ours.missing_state({}, {"updates": 0}) == []
+    ours.model.get_parameter(names[0]).requires_grad_(False)
+    assert (
+        without_state(ours.model, make_optimizer(ours.model, TrainingConfig()), part) == []
+    )  # a frozen one needs none
     plain = make_optimizer(ours.model, TrainingConfig(optimizer="sgd", momentum=0.0))
     assert without_state(ours.model, plain, []) == []
     assert without_state(ours.model, torch.optim.Adagrad(ours.model.parameters()), []) == []
-
-
-def test_frozen_parameters_need_no_optimizer_state() -> None:
-    model = network()
-    frozen, *others = [name for name, _ in model.named_parameters()]
-    model.get_parameter(frozen).requires_grad_(False)
-    optimizer = make_optimizer(model, TrainingConfig())
-    assert without_state(model, optimizer, [f"exp_avg/{name}" for name in others]) == []
 
 
 class Pair(NamedTuple):
@@ -499,8 +457,12 @@ class Pair(NamedTuple):
     y: Tensor
 
 
-def test_to_device_keeps_named_tuples() -> None:
-    """As torch's collate does."""
-    moved = to_device([Pair(torch.ones(2), torch.zeros(1))], CPU)
-    assert type(moved[0]) is Pair
-    assert moved[0].x.tolist() == [1.0, 1.0]
+def test_to_device_keeps_the_structure_of_a_batch() -> None:
+    """Named tuples too, as torch's collate does."""
+    moved = to_device(
+        {"b": [torch.zeros(2), "text"], "c": (torch.ones(1),), "d": Pair(torch.ones(2), torch.zeros(1))}, CPU
+    )
+    assert moved["b"][1] == "text"
+    assert type(moved["c"]) is tuple
+    assert type(moved["d"]) is Pair
+    assert moved["d"].x.tolist() == [1.0, 1.0]

@@ -582,21 +582,18 @@ def test_edp_tells_changes_of_sgd_and_none_where_each_step_pulls(
 
 def test_a_worker_of_edp_with_sgd_computes_where_the_server_is_known_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     worker: Any = Server(EDP, EDPOptions(), monkeypatch).role.strategy
-    worker.setup, worker._server, worker._change, worker._ahead, worker._said = None, {}, {}, {}, Announced()
     worker.rejoined()
     push(worker, 1, 0.1)
     worker.take_change(Announced(change={name: torch.ones_like(p) for name, p in worker.trained.items()}), 1)
     assert difference(worker).abs().max() == 0
-    assert list(worker._ahead) == [1]  # for which it waits
+    assert list(worker._prediction.in_flight) == [1]  # for which it waits
 
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker of edp that has just joined."""
     edp: Any = adamw(Server(EDP, EDPOptions(), monkeypatch)).role.strategy
-    edp.context.config = SimpleNamespace(training=SimpleNamespace(grad_clip_norm=1.0))
-    edp.setup = None
-    edp._server, edp._change, edp._ahead, edp._said = {}, {}, {}, Announced()
+    edp.replica.grad_clip_norm = 1.0
     edp.rejoined()
     return edp
 
@@ -604,13 +601,13 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 def push(worker: Any, number: int, gradient: float) -> None:
     for p in worker.trained.values():
         p.grad = torch.full_like(p, gradient)
-    worker._step_ahead(number)
+    worker._prediction.add(number)
 
 
 def difference(worker: Any) -> torch.Tensor:
     """The weights at which the worker computes, less those of the server."""
-    worker._go_ahead()
-    return torch.cat([(p.detach() - worker._server[name]).flatten() for name, p in worker.trained.items()])
+    worker._prediction.set_weights()
+    return torch.cat([(p.detach() - worker._prediction.server[name]).flatten() for name, p in worker.trained.items()])
 
 
 def test_a_worker_of_edp_computes_where_the_server_will_be(worker: Any) -> None:
@@ -633,7 +630,7 @@ def test_a_worker_of_edp_computes_where_the_server_will_be(worker: Any) -> None:
         if number > 2:  # it hears of the step before the last two
             change = dict(zip(server, map(torch.sub, states[number - 2], states[number - 3]), strict=True))
             worker.take_change(Announced(change=change, counted=number - 2, norm=norm), number - 2)
-        worker._go_ahead()
+        worker._prediction.set_weights()
         for p, there, known in zip(worker.trained.values(), states[number], states[number - 2], strict=False):
             if number > 10:
                 torch.testing.assert_close(p.detach(), there, rtol=0, atol=0.1 * float((there - known).abs().max()))
@@ -642,7 +639,7 @@ def test_a_worker_of_edp_computes_where_the_server_will_be(worker: Any) -> None:
 def test_a_worker_of_edp_goes_as_many_steps_ahead_as_pushes_are_in_flight(worker: Any) -> None:
     push(worker, 1, 0.1)
     push(worker, 2, 0.1)
-    newest, older = worker._ahead[2]["bias"].item(), worker._ahead[1]["bias"].item()
+    newest, older = worker._prediction.in_flight[2]["bias"].item(), worker._prediction.in_flight[1]["bias"].item()
     change = {name: torch.full_like(p, 0.5) for name, p in worker.trained.items()}
     worker.take_change(Announced(change=change, workers=4), 1)
     change["bias"].fill_(7.0)  # memory that is used again
@@ -653,11 +650,11 @@ def test_a_worker_of_edp_goes_as_many_steps_ahead_as_pushes_are_in_flight(worker
     worker.take_weights({name: torch.full_like(p, 2.0) for name, p in worker.trained.items()}, 3)
     assert difference(worker)[-1].item() == pytest.approx(momentum + newest + older * 1.9)
     worker.take_change(Announced(change={name: torch.ones_like(p) for name, p in worker.trained.items()}, counted=2), 4)
-    assert worker._server["bias"].item() == 3.0
+    assert worker._prediction.server["bias"].item() == 3.0
     assert difference(worker)[-1].item() == 0.0  # nothing in flight
     for number in range(3, 9):
         push(worker, number, 0.1)
-    assert list(worker._ahead) == [5, 6, 7, 8]
+    assert list(worker._prediction.in_flight) == [5, 6, 7, 8]
     worker.rejoined()
     assert difference(worker).abs().max() == 0
 
@@ -682,11 +679,11 @@ class Updates:
         self.waited: list[float] = []
 
     def wait_until(self, done: Callable[[], bool], *, within_s: float) -> bool:
-        takes = self.after(max(self.worker._ahead))
+        takes = self.after(max(self.worker._prediction.in_flight))
         self.waited.append(min(takes, within_s))
         self.clock.now += self.waited[-1]
         if takes <= within_s:
-            self.worker._ahead.clear()
+            self.worker._prediction.in_flight.clear()
         return done()
 
 
@@ -708,8 +705,8 @@ def test_a_worker_of_edp_waits_for_its_update_and_seldom_where_that_is_in_vain(
     monkeypatch.setattr(edp_module, "time", SimpleNamespace(monotonic=clock.monotonic))
     worker.rounds = updates = Updates(worker, clock, after)
     for step in range(1, 201):
-        worker._ahead[step] = {}
-        worker._wait_for_change(step, 1.0)
+        worker._prediction.in_flight[step] = {}
+        worker._wait_for_update(step, 1.0)
     assert len(updates.waited) / 200 == pytest.approx(share, abs=0.05)
     assert least <= sum(updates.waited) / 200 <= most
     assert max(updates.waited) <= worker.options.max_wait
@@ -718,8 +715,8 @@ def test_a_worker_of_edp_waits_for_its_update_and_seldom_where_that_is_in_vain(
 def test_a_worker_of_edp_never_waits_if_it_may_not(worker: Any) -> None:
     worker.options = worker.options.model_copy(update={"max_wait": 0.0})
     worker.rounds = None
-    worker._ahead[1] = {}
-    worker._wait_for_change(1, 1.0)
+    worker._prediction.in_flight[1] = {}
+    worker._wait_for_update(1, 1.0)
 
 
 def timed(server: Server, who: Member, *, step: int, samples: int, seconds: float) -> None:
@@ -784,26 +781,26 @@ def test_an_absurd_gradient_leads_a_worker_of_edp_nowhere(worker: Any) -> None:
     change = {name: torch.zeros_like(p) for name, p in worker.trained.items()}
     worker.take_change(Announced(change=change, workers=3, norm=1.0), 0)
     push(worker, 1, 1e6)
-    assert worker._ahead[1]["bias"].item() == pytest.approx(-0.1, rel=0.01)
+    assert worker._prediction.in_flight[1]["bias"].item() == pytest.approx(-0.1, rel=0.01)
     push(worker, 2, math.inf)
-    assert list(worker._ahead) == [1]
+    assert list(worker._prediction.in_flight) == [1]
     worker.apply(Committed(1, slot=0, empty=True))  # refused
     assert difference(worker).abs().max() == 0
     push(worker, 3, 0.5)  # its own second moments are at most those of a gradient six times the server's
-    assert worker._ahead[3]["bias"].item() < -0.01
+    assert worker._prediction.in_flight[3]["bias"].item() < -0.01
 
 
 def test_a_step_ahead_has_the_size_of_a_step_of_the_server(worker: Any) -> None:
     """Whose gradients are of more samples, so that their squares are smaller."""
     push(worker, 1, 0.5)  # a norm of 0.87
-    alone = worker._ahead[1]["weight"]
+    alone = worker._prediction.in_flight[1]["weight"]
     assert alone.mean().item() == pytest.approx(-0.1, rel=1e-3)  # the first step of AdamW
     said = Announced(workers=4, norm=2.0, denominators=[0.1, 0.0])  # of the bias nothing is known
     worker.take_change(dataclasses.replace(said, change={n: torch.zeros_like(p) for n, p in worker.trained.items()}), 0)
     push(worker, 2, 0.5)
     expected = -0.1 * 0.5 * 0.5 / 0.1  # rate, gradient, clipped by the server's norm, its denominator
-    assert worker._ahead[2]["weight"].mean().item() == pytest.approx(expected, rel=1e-3)
-    assert worker._ahead[2]["bias"].mean().item() == pytest.approx(-0.1 * 0.5, rel=1e-3)
+    assert worker._prediction.in_flight[2]["weight"].mean().item() == pytest.approx(expected, rel=1e-3)
+    assert worker._prediction.in_flight[2]["bias"].mean().item() == pytest.approx(-0.1 * 0.5, rel=1e-3)
 
 
 # Stragglers of syncps

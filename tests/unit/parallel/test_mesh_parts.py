@@ -124,7 +124,7 @@ def test_a_plan_refuses_a_model_that_cannot_be_shared_out(
 def test_hybrid_cuts_up_inside_a_machine(strategy: Any, options: dict[str, Any], machines: str, shape: Any) -> None:
     axes = strategy.axes(strategy.Config(fsdp_stage="HYBRID_SHARD", **options), list(machines))
     assert (axes.replicas, axes.shards) == shape
-    assert strategy.zero(strategy.Config(fsdp_stage="HYBRID_SHARD")).stage == 3
+    assert strategy.sharding(strategy.Config(fsdp_stage="HYBRID_SHARD")).fsdp_stage == 3
 
 
 @pytest.mark.parametrize(("machines", "said"), [("aaab", "3 on a, 1 on b"), ("abab", "1 on a, 1 on b")])

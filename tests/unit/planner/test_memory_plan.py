@@ -224,7 +224,9 @@ def test_a_task_of_ones_own_is_rehearsed_and_what_it_cannot_do_is_said() -> None
     }
     assert rows["fsdp 3"].seats[0].ways.keys() == {Activations()}  # it recomputes nothing and has no attention
     assert rows["single"].cannot == "strategy single has one worker, not 2; use --workers 1 or --strategy allreduce"
-    assert rows["tensor"].cannot.startswith("Sequential cannot be shared out by tensors: it has no tensor_styles()")
+    assert rows["tensor"].cannot.startswith(
+        "Sequential cannot be split by tensor parallelism: it has no tensor_styles()"
+    )
     assert [seat.role for seat in rows["syncps"].seats] == ["worker", "server"]
 
 

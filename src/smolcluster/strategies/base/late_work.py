@@ -1,4 +1,4 @@
-"""The error buffer of a worker whose round was too late: how far it came, until a later round counts it.
+"""The error buffer of a worker whose round was too late: its distance from the anchor, until a later round counts it.
 
     late     buffer <- anchor - weights, as it was contributed       the worker goes on from the anchor that the others have
     next     contribution <- anchor - weights + buffer               before it is encoded
@@ -19,12 +19,12 @@ class LateWork:
         self.tensors: dict[int, Tensor] = {}  # by the place of the parameter
         # Of the rounds in it whose samples are leased, until a contribution has them.
         self.samples, self.weight, self._loss = 0, 0.0, 0.0
-        self.rounds = 0.0  # how many it is the work of
+        self.rounds = 0.0  # how many are in it
         self._sent_rounds = 0.0  # the same, of what is in a contribution under way
         self._sent: set[int] = set()  # places whose part is in a contribution under way
 
     def add_to(self, place: int, distance: Tensor) -> Tensor:
-        """Return this parameter's contribution: the distance and what waits here."""
+        """Return this parameter's contribution: the distance and what is in the buffer."""
         if place not in self.tensors:
             return distance
         self._sent.add(place)
@@ -33,7 +33,7 @@ class LateWork:
     def put(
         self, contributed: Mapping[int, Tensor], *, samples: int, weight: float, loss: float, rounds: float = 1.0
     ) -> None:
-        """Keep a contribution that came too late. What waited here is in it, where it was sent."""
+        """Keep a contribution that came too late. It includes what was in the buffer, where that was sent."""
         for place, tensor in contributed.items():
             waiting = None if place in self._sent else self.tensors.get(place)
             self.tensors[place] = tensor.clone() if waiting is None else waiting + tensor
@@ -46,12 +46,12 @@ class LateWork:
         return self._loss / (self.weight or 1.0)
 
     def counted(self) -> None:
-        """It is part of a contribution."""
+        """Note that the buffer is part of a contribution."""
         self._sent_rounds, self.rounds = self.rounds, 0.0
         self.unleased()
 
     def unleased(self) -> None:
-        """Its samples are in no lease of this worker."""
+        """Forget the samples: they are in no lease of this worker."""
         self.samples, self.weight, self._loss = 0, 0.0, 0.0
 
     def committed(self, places: Iterable[int]) -> None:
@@ -62,7 +62,7 @@ class LateWork:
             self._sent.discard(place)
 
     def not_committed(self) -> None:
-        """Contributions under way do not count."""
+        """Note that contributions under way do not count."""
         self._sent.clear()
         self.rounds, self._sent_rounds = self.rounds + self._sent_rounds, 0.0
 

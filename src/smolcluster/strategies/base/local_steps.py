@@ -15,25 +15,16 @@ of them once in h steps. With an `overlap` tau the result is waited for, and app
     w      <- (1 - alpha) w + alpha anchor                                 `mixing` alpha; 1: as above
 
 On the elastic plane the anchor moves as soon as a round is committed, so that it is the same on all members after every
-commit; the weights get it tau steps after the contribution all the same. Who joins, or rejoins, begins its next round from
+commit; the weights still get it tau steps after the contribution. A worker that joins or rejoins begins its next round from
 the anchor.
 
 Means are weighted by the samples of the round, or by its targets where the task counts them. A round ends with every step that
 h / F divides, and with the last step of the run, where it exchanges all fragments. Stop requests take effect when a result is
 applied.
 
-The anchor is the model of the run: it is evaluated, saved and exported, and workers that join start from it. A checkpoint of
-the mesh plane in the middle of a round also has the local state of each worker and the results in flight, so that the round
-continues. On the elastic plane a state is that after a commit, and rounds in flight are trained again.
-
-A round that was too late on the elastic plane waits in an error buffer (`late_work.py`), which counts with the next
-contribution, and is kept beside the local state.
-
-The state of the outer optimizer is shared: it is in every checkpoint and is sent to workers that join. That of the inner one is
-local; other strategies continue with that of rank 0. On the elastic plane a checkpoint has that of one worker, and each worker
-keeps its own on its disk, with its error feedback and its weights, as they were when the round of the checkpoint ended: workers
-that restart in the same run directory continue with them where the checkpoint does. Workers that join, or rejoin between two
-checkpoints, start with that of another worker.
+The anchor is the model of the run: it is evaluated, saved and exported, and workers that join start from it
+(`local_state.py`). A round that was too late on the elastic plane waits in an error buffer (`late_work.py`), which counts with
+the next contribution.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S / h
 Memory: the anchor and what is exchanged, beside weights, gradients and the state of both optimizers: 4 S and the optimizers'.
@@ -41,7 +32,6 @@ Memory: the anchor and what is exchanged, beside weights, gradients and the stat
 
 from __future__ import annotations
 
-import math
 import time
 from abc import abstractmethod
 from collections import deque
@@ -52,33 +42,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
-from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.fragmented import Fragmented
 from smolcluster.comm.rounds import Combination, Committed
-from smolcluster.compute.optim import load_named_state, named_state
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.errors import UserError
 from smolcluster.parallel.encoding import summed_by_workers
-from smolcluster.parallel.fragments import deal
+from smolcluster.parallel.fragments import deal, largest_share
 from smolcluster.parallel.placement import Node, Placement, Shape
-from smolcluster.strategies.base import Scope, State, StepReport
-from smolcluster.strategies.base.late_rounds import LateRounds, LocalRound, LocalStepsT
+from smolcluster.strategies.base import StepReport
 from smolcluster.strategies.base.late_work import LateWork
+from smolcluster.strategies.base.local_contributions import LocalStepsT
+from smolcluster.strategies.base.local_round import LocalRound
+from smolcluster.strategies.base.local_state import LocalState
 from smolcluster.tasks.base import Task
 
-# Prefixes in `State.own`
-WEIGHTS, MOMENTS, ROUND, LATE = "weights/", "optimizer/", "round/", "late/"
-START, EAGER = "start/", "eager/"
-OF_ROUNDS = (WEIGHTS, MOMENTS, ROUND, LATE, START, EAGER)
-OUTER = "outer/"  # prefix in `State.shared`
 
-
-class LocalSteps(LateRounds[LocalStepsT]):
-    outer: torch.optim.Optimizer  # the same on all workers
-
+class LocalSteps(LocalState[LocalStepsT]):
     @abstractmethod
     def outer_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer that moves the anchor. Its gradient is the mean of (anchor - weights after h steps)."""
@@ -107,17 +88,12 @@ class LocalSteps(LateRounds[LocalStepsT]):
         placement = cls.exchanged(options, nodes, shape)
         if shape is None:
             return placement
-        size, h = shape.parameters * shape.bytes_per_parameter, options.steps_per_round
+        size, h = shape.parameter_bytes, options.steps_per_round
         eager = int(options.streaming.eager)
-        largest = 1.0
-        if shape.model is not None and options.streaming.fragments > 1:
-            sizes = {name: p.numel() for name, p in shape.model.named_parameters() if p.requires_grad}
-            try:
-                places = deal(sizes, options.streaming.fragments)
-            except UserError as error:
-                return Placement(refusals=[str(error)])
-            counts = list(sizes.values())
-            largest = max(sum(counts[place] for place in each) for each in places) / max(1, sum(counts))
+        try:
+            largest = largest_share(shape.model, options.streaming.fragments)
+        except UserError as error:
+            return Placement(refusals=[str(error)])
         costs = [
             replace(
                 cost,
@@ -291,34 +267,6 @@ class LocalSteps(LateRounds[LocalStepsT]):
         for place in places:
             self._start[place].copy_(self.replica.parameters[place])
 
-    def _put_gradients(self, places: Sequence[int], deltas: Sequence[Tensor]) -> None:
-        for place, delta in zip(places, deltas, strict=True):
-            parameter = self.replica.parameters[place]
-            parameter.grad = self._late.add_to(place, delta)
-        if not self._streaming.streams:
-            torch._foreach_copy_(
-                [self.replica.parameters[place].detach() for place in places], [self._anchor[place] for place in places]
-            )
-
-    def _local_report(self, done: LocalRound) -> dict[str, Any]:
-        """Return the steps of a round and their time, without that of the first, in which code may be compiled."""
-        float(done.loss)  # wait for the GPU
-        passed_s = time.perf_counter() - done.since
-        return {"steps": done.steps, "step_s": passed_s / (done.steps - 1) if done.steps > 1 else done.compute_s}
-
-    def _clipped(self, *, rounds: float) -> dict[str, Any]:
-        """Clip a pseudo-gradient that is far above the usual of so many rounds.
-
-        Return its norm, as text, and the norm that it was clipped to.
-        """
-        deltas = [p.grad for p in self.replica.parameters if p.grad is not None]
-        norm = float(get_total_norm(deltas))
-        usual, bound = (rounds * norm for norm in self.rounds.clip or (0.0, math.inf))
-        if not bound < norm < math.inf:  # one that is not finite is refused
-            return {"norm": repr(norm)}
-        torch._foreach_mul_(deltas, usual / norm)
-        return {"norm": repr(norm), "usual": usual}
-
     @torch.no_grad()
     def apply(self, result: Committed) -> None:
         places = self._fragmented.places(result.slot)
@@ -340,10 +288,6 @@ class LocalSteps(LateRounds[LocalStepsT]):
         if not self._streaming.overlap:
             self.replica.updates = self._applied
             self._mine = LocalRound(self._applied)
-
-    @property
-    def _in_round(self) -> bool:
-        return self.replica.updates > self._mine.first
 
     def drain(self) -> None:
         if self.context.fixed_group is not None:
@@ -373,86 +317,3 @@ class LocalSteps(LateRounds[LocalStepsT]):
         for place in places:
             parameter = self.replica.parameters[place]
             parameter.data, self._anchor[place] = self._anchor[place], parameter.data
-
-    # Saving
-
-    def state(self, of: Scope = "run") -> State:
-        state = super().state(of)
-        if self._streaming.streams:
-            state.numbers["fragments"] = [self._streaming.fragments, self.local_steps]
-        if self.context.server_context is not None:
-            return state
-        outer = named_state(self.replica.model, self.outer)
-        state.shared = {**state.shared, **{f"{OUTER}{name}": tensor for name, tensor in outer.items()}}
-        own = dict(state.own)
-        if self.context.fixed_group is None or self.context.seat.rank > 0:
-            own |= {f"{MOMENTS}{name}": tensor for name, tensor in state.optimizer.items()}
-        fixed = self.context.fixed_group is not None
-        if self._streaming.streams or (self._in_round and fixed):
-            anchors = {id(p): anchor for p, anchor in zip(self.replica.parameters, self._anchor, strict=True)}
-            tensors = self.replica.model.state_dict(keep_vars=True)
-            trained = {name: anchors[id(tensor)] for name, tensor in tensors.items() if id(tensor) in anchors}
-            own |= {f"{WEIGHTS}{name}": state.weights[name] for name in self._names()}
-            mine = self._mine
-            done = {"first": mine.first, "samples": mine.samples, "weight": mine.weight, "loss": mine.loss}
-            own |= {f"{ROUND}{name}": torch.as_tensor(value, dtype=torch.float64) for name, value in done.items()}
-            state.weights = {**state.weights, **trained}
-        if self._streaming.eager:
-            own |= {f"{START}{name}": tensor for name, tensor in zip(self._names(), self._start, strict=True)}
-            mine_outer = named_state(self.replica.model, self._outer_of_mine)
-            own |= {f"{EAGER}{name}": tensor for name, tensor in mine_outer.items()}
-        if not fixed:
-            state.numbers["updates"] = self._applied
-        state.own = own | {f"{LATE}{name}": tensor for name, tensor in self._late.state(self._names()).items()}
-        return state
-
-    def load_state(self, state: State) -> None:
-        self._check_fragments(state)
-        own = state.own
-        moments = {name.removeprefix(MOMENTS): tensor for name, tensor in own.items() if name.startswith(MOMENTS)}
-        buffers = {name: tensor for name, tensor in own.items() if not name.startswith(OF_ROUNDS)}
-        super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
-        if self.context.server_context is not None:
-            return
-        self._applied = self.replica.updates
-        self._arrived.clear()
-        self._mine, self._at_start = LocalRound(self.replica.updates), False
-        if self._streaming.eager:
-            torch._foreach_copy_(
-                self._start, [own.get(f"{START}{n}", a) for n, a in zip(self._names(), self._anchor, strict=True)]
-            )
-            load_named_state(self.replica.model, self._outer_of_mine, under(EAGER, own))
-        if f"{ROUND}first" in own:
-            self._load_round(own)
-        if late := under(LATE, own):
-            self._late.load(self._names(), late)
-
-    def _load_rounds(self, state: State) -> None:
-        if self.context.server_context is None:
-            outer = {n.removeprefix(OUTER): tensor for n, tensor in state.shared.items() if n.startswith(OUTER)}
-            load_named_state(self.replica.model, self.outer, outer)
-            torch._foreach_copy_(self._anchor, [parameter.detach() for parameter in self.replica.parameters])
-        super()._load_rounds(state)
-
-    def _check_fragments(self, state: State) -> None:
-        """Rounds in flight, and the place in a round, are those of other fragments."""
-        saved, mine = state.numbers.get("fragments"), [self._streaming.fragments, self.local_steps]
-        if saved is not None and list(saved) != mine and (saved[0] != mine[0] or state.numbers.get("in_flight")):
-            raise UserError(
-                f"the checkpoint was made with strategy.fragments {saved[0]} and inner_steps {saved[0] * saved[1]}, and this "
-                f"run has {mine[0]} and {mine[0] * mine[1]}; resume with those, or start a new run from its weights"
-            )
-
-    @torch.no_grad()
-    def _load_round(self, own: Mapping[str, Tensor]) -> None:
-        """Continue in the middle of a round."""
-        first, samples, weight, loss = (float(own[f"{ROUND}{name}"]) for name in ("first", "samples", "weight", "loss"))
-        self._mine = LocalRound(int(first), int(samples), weight, loss)
-        tensors = self.replica.model.state_dict()
-        for name, tensor in own.items():
-            if name.startswith(WEIGHTS):
-                tensors[name.removeprefix(WEIGHTS)].copy_(tensor)
-        if self.context.fixed_group is None:  # the anchor has the results that were in flight
-            last, h = self._applied // self.local_steps * self.local_steps, self.local_steps
-            flying = range(last, max(0, self._applied - self._streaming.overlap), -h)
-            self._arrived.extend((step, self.rounds.slot_of(step)) for step in reversed(flying))

@@ -13,7 +13,7 @@
             one small all-reduce: the norm over all parts, the loss of each data shard, stop requests
             w <- optimizer(w, clip(g));  with owners, they broadcast the result                  (fsdp, stage 1)
 
-Names are those of the whole model and checkpoints are whole: any strategy resumes from the checkpoint of any other.
+Saving and loading: `partial_state.py`.
 """
 
 from __future__ import annotations
@@ -30,43 +30,37 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_leaves
 
-from smolcluster.comm.group import Group, collect_tensors, gather_json, share_of
+from smolcluster.comm.group import Group, gather_json, share_of
 from smolcluster.comm.mesh.torch_traffic import EngineTraffic
-from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_first, like, local, part_of, place, whole
+from smolcluster.comm.sharded import copies, gradient, whole
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
+from smolcluster.config.options import ShardOptions
 from smolcluster.errors import UserError
-from smolcluster.parallel.axes import Axes, machines
+from smolcluster.parallel.axes import Axes, group_of, machines
 from smolcluster.parallel.context import SequenceShards
 from smolcluster.parallel.exchange import GradientExchange
 from smolcluster.parallel.pipe import Pipe
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape
 from smolcluster.parallel.stages import COPY, Shapes
 from smolcluster.parallel.tensor_styles import Fusions
-from smolcluster.parallel.zero import Zero, cost_of_stage
-from smolcluster.strategies.base import (
-    OptionsT,
-    Scope,
-    Share,
-    State,
-    StepReport,
-    Strategy,
-    build_replica,
-)
+from smolcluster.parallel.zero import cost_of_stage
+from smolcluster.strategies.base import OptionsT, Share, StepReport, build_replica
+from smolcluster.strategies.base.partial_state import PartialState
 from smolcluster.strategies.base.replicated import train_alone
 from smolcluster.tasks.base import Task
 
 
-class Parallel(Strategy[OptionsT]):
+class Parallel(PartialState[OptionsT]):
     @classmethod
     @abstractmethod
     def axes(cls, options: OptionsT, hosts: Sequence[str]) -> Axes:
         """Return the mesh axes. `hosts`: the machine of each rank."""
 
     @classmethod
-    def zero(cls, options: OptionsT) -> Zero:
-        """Return what is sharded along the data axis."""
-        return Zero()
+    def sharding(cls, options: OptionsT) -> ShardOptions:
+        """Return what is sharded along the data axis (ZeRO)."""
+        return ShardOptions.model_validate({"fsdp_stage": 0})
 
     @classmethod
     def cuts_sequences(cls, options: OptionsT) -> bool:
@@ -99,11 +93,11 @@ class Parallel(Strategy[OptionsT]):
         stages = [shape.tensors if axes.tp == axes.pp == 1 else ()]
         if shape.model is not None:
             stages = [list(part.values()) for part in cls.parts(options, shape.model, axes, nodes)]
-        zero, gathers = cls.zero(options), cls.gathers(options, axes, nodes)
+        sharding, gathers = cls.sharding(options), cls.gathers(options, axes, nodes)
         costs = []
         for coords in map(axes.coords, range(len(nodes))):
             tensors, place = stages[coords["pp"] % len(stages)], coords["dp"] * axes.cp + coords["cp"]
-            costs.append(cost_of_stage(zero, shape, axes, tensors, place=place, gathers=gathers))
+            costs.append(cost_of_stage(sharding, shape, axes, tensors, place=place, gathers=gathers))
         return costs
 
     def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
@@ -116,9 +110,9 @@ class Parallel(Strategy[OptionsT]):
         """Return this rank's stages of a pipeline."""
         return None
 
-    def shard_layers(self, model: nn.Module) -> Fusions | None:
-        """Keep this rank's rows and columns of each layer."""
-        return None
+    def shard_layers(self, model: nn.Module) -> Fusions:
+        """Keep this rank's rows and columns of each layer. Return how rows of fused layers were reordered for that."""
+        return Fusions({}, 1)
 
     def make_exchange(self) -> GradientExchange:
         return GradientExchange(self.weight, self.data)
@@ -156,7 +150,7 @@ class Parallel(Strategy[OptionsT]):
 
     def _check_machines(self) -> None:
         """Check that all ranks see the same number of ranks per machine: without a cluster file each knows only its own."""
-        if self.zero(self.options).by_machine:
+        if self.sharding(self.options).shard_size == "node":
             seen = gather_json(self.context.group, self.mesh_axes.shards)
             if len(set(seen)) > 1:
                 raise UserError(
@@ -167,7 +161,7 @@ class Parallel(Strategy[OptionsT]):
     def _check_backend(self) -> None:
         """Refuse gloo for GPU tensors in torch's engine: gloo would read device memory as host memory and crash."""
         context, group, axes = self.context, self.context.group, self.mesh_axes
-        by_torch = max(axes.pp, axes.tp, axes.cp) > 1 or (axes.data > 1 and self.zero(self.options).stage >= 2)
+        by_torch = max(axes.pp, axes.tp, axes.cp) > 1 or (axes.data > 1 and self.sharding(self.options).fsdp_stage >= 2)
         if by_torch and context.device.type != "cpu" and getattr(group, "backend", "") == "gloo":
             raise UserError(
                 f"{context.config.strategy.name} on {context.device.type} cannot exchange over gloo; use --backend nccl with a "
@@ -186,9 +180,7 @@ class Parallel(Strategy[OptionsT]):
 
     def _group_along(self, *axes: str) -> Group:
         """Return the group of this rank along these axes. Every rank creates all groups."""
-        mine: Group | None = None
-        for ranks in self.mesh_axes.lines(*axes):
-            mine = self.context.group.sub(ranks) or mine
+        mine = group_of(self.context.group, self.mesh_axes.lines(*axes))
         assert mine is not None
         return mine
 
@@ -232,7 +224,7 @@ class Parallel(Strategy[OptionsT]):
                 replica.buffers.check()
         comm = Span(context.device)
         if pipe is not None:
-            pipe.join_twins()
+            pipe.sum_shared()
         self._exchange.finish()
         loss, norm, stop = self._reduce_scalars(loss if part is None else loss * (part / self.weight))
         comm.end()
@@ -275,8 +267,10 @@ class Parallel(Strategy[OptionsT]):
 
     def _squares(self) -> Tensor:
         """Return the sum of squares of the local gradients, each divided by the number of ranks that hold it."""
-        twins = set() if self._pipe is None else self._pipe.copied
-        parts = [(p, mine) for p in self.replica.parameters if p not in twins and (mine := gradient(p)) is not None]
+        counted_before = set() if self._pipe is None else self._pipe.copied
+        parts = [
+            (p, mine) for p in self.replica.parameters if p not in counted_before and (mine := gradient(p)) is not None
+        ]
         device = self.context.group.device
         if not parts:
             squares = torch.zeros(0, dtype=torch.float64, device=device)
@@ -302,7 +296,7 @@ class Parallel(Strategy[OptionsT]):
     def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
         self._evaluated = True
         with self._traffic.counted(), self._engine():
-            model = self.replica.model if self._pipe is None else self._pipe.answering(part)
+            model = self.replica.model if self._pipe is None else self._pipe.forward(part)
             if model is None:
                 return {}
             metrics = (
@@ -321,110 +315,3 @@ class Parallel(Strategy[OptionsT]):
             lockstep=True,
             replicas=self.data,
         )
-
-    # Saving and loading
-
-    def state(self, of: Scope = "run") -> State:
-        """Return the whole state on the lead rank; the others take part in gathering it and return an empty one."""
-        self._evaluated = False
-        with self._exchange.in_full():
-            return self._rank_state() if of == "rank" else self._full_state(of)
-
-    def _full_state(self, of: Scope) -> State:
-        weights = self._full_weights()
-        if of == "weights":
-            return State(weights=weights, optimizer={}, numbers={})
-        optimizer, numbers = self.replica.state_dict()
-        moments = self._gather(optimizer, prefixed=True)
-        return State(weights=weights, optimizer=moments, numbers=numbers, own=self._own_buffers())
-
-    def _own_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that differ from those of the first data shard, which saves the model's."""
-        return self.replica.buffers.changing() if self.data.rank > 0 else {}
-
-    def _rank_state(self) -> State:
-        optimizer, numbers = self.replica.state_dict()
-        kinds = {"weights": self.replica.weights(), "optimizer": optimizer}
-        boxes: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
-        full_shapes: dict[str, dict[str, list[int]]] = {kind: {} for kind in kinds}
-        parameters = self.replica.model.state_dict(keep_vars=True)
-        twins = set() if self._pipe is None else self._pipe.copied
-        for kind, tensors in kinds.items():
-            for name, tensor in tensors.items():
-                plain = name if kind == "weights" else name.partition("/")[2]
-                if name.endswith(COPY) or parameters[plain] in twins:
-                    continue
-                full_shapes[kind][name] = list(tensor.shape)
-                part, (offsets, _) = local(tensor), place(tensor)
-                if kind == "weights":
-                    part = part.to(self.replica.layout[name].dtype)  # in the type of the model
-                if part.numel() and self._saves(tensor, parameters[plain]):
-                    runs = [(offsets, part)] if self._fusions is None else self._fusions.runs(plain, part, offsets)
-                    boxes[kind].update({box_name(name, at): rows for at, rows in runs})
-        return State(**boxes, numbers=numbers, full_shapes=full_shapes, own=self._own_buffers())
-
-    def _saves(self, tensor: Tensor, parameter: Tensor) -> bool:
-        """Return whether this rank saves the tensor: the first of those that hold it."""
-        axes = axes_of(tensor)
-        along_dp = "shards" in axes or "replicas" in axes or self._shard_saves(parameter)
-        return along_dp and ("tp" in axes or self.coords["tp"] == 0) and has_first(tensor)
-
-    def _shard_saves(self, tensor: Tensor) -> bool:
-        """Return whether this data shard saves the tensor: its owner, or the first."""
-        if self._exchange.owners and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-            return self._exchange.updates(tensor)
-        return self.coords["dp"] == self.coords["cp"] == 0
-
-    def _full_weights(self) -> dict[str, Tensor]:
-        """Return the whole weights in the types of the model."""
-        weights = self._gather(self.replica.weights())
-        return {name: tensor.to(self.replica.layout[name].dtype) for name, tensor in weights.items()}
-
-    def _gather(self, tensors: dict[str, Tensor], *, prefixed: bool = False) -> dict[str, Tensor]:
-        """Gather along tp and the data ranks, then along pp. `prefixed`: names are kind/parameter."""
-        parameters = self.replica.model.state_dict(keep_vars=True)
-        found = {}
-        for name, tensor in tensors.items():
-            with self._traffic.counted():
-                full = whole(tensor)
-            plain = name.partition("/")[2] if prefixed else name
-            if self.coords["tp"] == 0 and not name.endswith(COPY) and self._shard_saves(parameters[plain]):
-                found[name] = full if self._fusions is None else self._fusions.restored(plain, full)
-        if self._exchange.owners and self.coords["tp"] == 0:
-            found = collect_tensors(self.data, found)
-        first = self.coords["dp"] == self.coords["cp"] == self.coords["tp"] == 0
-        if first and self.pp.size > 1:
-            found = collect_tensors(self.pp, found)
-        return found if self.context.seat.rank == 0 else {}
-
-    def load_state(self, state: State) -> None:
-        self._evaluated = False
-        with self._exchange.in_full():
-            self._load(state)
-
-    def _load(self, state: State) -> None:
-        replica = self.replica
-        with torch.no_grad():
-            for name, tensor in replica.model.state_dict().items():
-                local(tensor).copy_(self._part(name, state.weights[name.removesuffix(COPY)], tensor))
-        kinds: dict[str, list[str]] = {}  # of states the optimizer keeps for each parameter
-        for key in state.optimizer:
-            kind, _, name = key.partition("/")
-            kinds.setdefault(name, []).append(kind)
-        mine: dict[str, Tensor] = {}
-        for name, parameter in replica.model.named_parameters():
-            saved = name.removesuffix(COPY)
-            for kind in kinds.get(saved, []) if self._exchange.updates(parameter) else []:
-                full = state.optimizer[f"{kind}/{saved}"]
-                if full.shape == parameter.shape:
-                    part = self._part(name, full, parameter).to(local(parameter.detach()).device, copy=True)
-                    mine[f"{kind}/{name}"] = like(parameter, part)
-                else:
-                    mine[f"{kind}/{name}"] = full.clone()  # a counter
-        replica.load_optimizer(mine, state.numbers, bare=not state.optimizer)
-        replica.buffers.load(state.own)
-
-    def _part(self, name: str, full: Tensor, tensor: Tensor) -> Tensor:
-        """Return the part of `full` that belongs to this rank's part of `tensor`."""
-        full = full if self._fusions is None else self._fusions.arranged(name.removesuffix(COPY), full)
-        return part_of(full, tensor)

@@ -146,13 +146,13 @@ class Exchanging(Replicated[OptionsT]):
         raise AssertionError(f"{type(self).__name__} waits for all")
 
     def unlease_late(self) -> None:
-        """The samples of what was set aside are in no lease of this worker."""
+        """Forget the samples of what was set aside: they are in no lease of this worker."""
 
     def forget_late(self, reason: str) -> None:
         """Drop what was set aside."""
 
     def go_on_alone(self) -> None:
-        """Go on from the weights that were set aside."""
+        """Continue from the weights that were set aside."""
         raise AssertionError(f"{type(self).__name__} does not train alone")
 
     def come_back(self) -> None:
@@ -234,7 +234,7 @@ class Exchanging(Replicated[OptionsT]):
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """What an asynchronous server says of one of its steps."""
+    """What an asynchronous server announces after an update."""
 
     change: Mapping[str, Tensor] | None = None  # of the weights, in memory that is used again; None: one is missing
     counted: int = 0  # my last push that is in the weights
@@ -259,7 +259,7 @@ class Pushing(Exchanging[ServedT]):
     def take_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Use the server's weights after this step."""
 
-    def take_change(self, said: Announced, step: int) -> None:
+    def take_change(self, announced: Announced, step: int) -> None:
         """Follow the server's weights to this step."""
         raise AssertionError(f"{type(self).__name__} is synchronous")
 

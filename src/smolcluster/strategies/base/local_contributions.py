@@ -1,20 +1,22 @@
-"""What a worker with local steps does with rounds that were too late, and with what it computed alone (elastic plane)."""
+"""The contributions of a worker with local steps: on time, too late, and of what it computed alone (elastic plane)."""
 
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+import math
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.fragmented import Fragmented
 from smolcluster.comm.rounds import Contribution
 from smolcluster.config.options import RoundOptions, Streaming
 from smolcluster.strategies.base.late_work import LateWork
+from smolcluster.strategies.base.local_round import LocalRound
 from smolcluster.strategies.base.replicated import Exchanging
 
 log = logging.getLogger(__name__)
@@ -22,21 +24,7 @@ log = logging.getLogger(__name__)
 LocalStepsT = TypeVar("LocalStepsT", bound=RoundOptions)
 
 
-@dataclass(slots=True)
-class LocalRound:
-    """The local progress of a round."""
-
-    first: int  # updates at its start
-    samples: int = 0
-    weight: float = 0.0
-    loss: Tensor | float = 0.0  # the sum of weighted losses
-    compute_s: float = 0.0
-    counted: bool = False  # the task counts targets
-    steps: int = 0
-    since: float = 0.0  # the end of its first step, by time.perf_counter
-
-
-class LateRounds(Exchanging[LocalStepsT]):
+class LocalContributions(Exchanging[LocalStepsT]):
     _fragmented: Fragmented
     _anchor: list[Tensor]
     _late: LateWork
@@ -46,13 +34,38 @@ class LateRounds(Exchanging[LocalStepsT]):
     def _streaming(self) -> Streaming:
         return self.options.streaming
 
-    @abstractmethod
+    @property
+    def _in_round(self) -> bool:
+        return self.replica.updates > self._mine.first
+
     def _put_gradients(self, places: Sequence[int], deltas: Sequence[Tensor]) -> None:
         """Set these distances from the anchor, and what waits to be counted, as gradients."""
+        for place, delta in zip(places, deltas, strict=True):
+            parameter = self.replica.parameters[place]
+            parameter.grad = self._late.add_to(place, delta)
+        if not self._streaming.streams:
+            torch._foreach_copy_(
+                [self.replica.parameters[place].detach() for place in places], [self._anchor[place] for place in places]
+            )
 
-    @abstractmethod
+    def _local_report(self, done: LocalRound) -> dict[str, Any]:
+        """Return the steps of a round and their time, without that of the first, in which code may be compiled."""
+        float(done.loss)  # wait for the GPU
+        passed_s = time.perf_counter() - done.since
+        return {"steps": done.steps, "step_s": passed_s / (done.steps - 1) if done.steps > 1 else done.compute_s}
+
     def _clipped(self, *, rounds: float) -> dict[str, Any]:
-        """Clip the gradients, which are of so many rounds, where they are far above the usual."""
+        """Clip a pseudo-gradient that is far above the usual of so many rounds.
+
+        Return its norm, as text, and the norm that it was clipped to.
+        """
+        deltas = [p.grad for p in self.replica.parameters if p.grad is not None]
+        norm = float(get_total_norm(deltas))
+        usual, bound = (rounds * norm for norm in self.rounds.clip or (0.0, math.inf))
+        if not bound < norm < math.inf:  # one that is not finite is refused
+            return {"norm": repr(norm)}
+        torch._foreach_mul_(deltas, usual / norm)
+        return {"norm": repr(norm), "usual": usual}
 
     @torch.no_grad()
     def set_aside(self, late: Iterable[Contribution], *, held: Iterable[Contribution] = ()) -> None:
@@ -105,5 +118,5 @@ class LateRounds(Exchanging[LocalStepsT]):
 
     def forget_late(self, reason: str) -> None:
         if self._late.tensors:
-            log.warning("what this worker computed and no round has counted is dropped: %s", reason)
+            log.warning("dropped what this worker computed and no round has counted: %s", reason)
         self._late.clear()
