@@ -25,7 +25,7 @@ from smolcluster.errors import UserError
 from smolcluster.models import GPTConfig
 from smolcluster.serve.engine.sources import find_source
 from smolcluster.serve.text import chat_template, rendering
-from smolcluster.serve.text.chat_template import ChatTemplate, TemplateFailed
+from smolcluster.serve.text.chat_template import TemplateFailed, check_template, render
 from smolcluster.serve.text.conversation import ChatTokenizer, StopStrings
 from smolcluster.serve.text.rendering import Renderer
 from smolcluster.serve.text.vocabulary import (
@@ -222,12 +222,12 @@ def test_templates_see_contents_as_they_are() -> None:
 
 
 def test_what_transformers_offers_to_templates() -> None:
-    template = ChatTemplate(
+    template = (
         "{{ strftime_now('%Y') | length }}{% for i in range(9) %}{% if i > 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
         "{% generation %}said{% endgeneration %}{{ {'a': 'ü<'} | tojson }}\n"
         "    {% if true %}\nkept\n    {% endif %}\n"
     )
-    assert template.render([], names={}) == '4012said{"a": "ü<"}\nkept\n'
+    assert render(template, [], names={}) == '4012said{"a": "ü<"}\nkept\n'
 
 
 @pytest.mark.parametrize(
@@ -275,10 +275,12 @@ MUCH = "{% for i in range(999) %}{{ 'x' * 3999999 }}{% endfor %}"
         "{{ ('%' * 4000000) | urlencode }}",
     ],
 )
-def test_large_values_end_their_process_at_most(source: str) -> None:
+def test_large_values_end_their_process_at_most(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = Renderer(source)  # constants are not evaluated here
-    with pytest.raises(TemplateFailed):
-        renderer.render([], names={}, within_s=3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(rendering, "RENDER_S", 3.0)
+        with pytest.raises(TemplateFailed):
+            renderer.render([], names={})
     assert Renderer("fine").render([], names={}) == "fine"
 
 
@@ -300,7 +302,7 @@ def test_bounds_change_nothing_else() -> None:
     )
     messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "<think>?</think>\nyes"}]
     plain = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-    found = ChatTemplate(source).render(messages, names={})
+    found = render(source, messages, names={})
     assert found == plain.render(messages=messages)
     assert "<|assistant|>1" in found
 
@@ -310,17 +312,19 @@ LOOP = (
 )
 
 
-def test_a_template_that_loops_is_ended_and_others_go_on() -> None:
+def test_a_template_that_loops_is_ended_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [{"role": "user", "content": "x"}]
     good = Renderer("{{ messages[0].content }}")
-    with pytest.raises(TemplateFailed, match=r"takes longer than 0\.2 s"):
-        Renderer(LOOP).render(messages, names={}, within_s=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(rendering, "RENDER_S", 0.2)
+        with pytest.raises(TemplateFailed, match=r"takes longer than 0\.2 s"):
+            Renderer(LOOP).render(messages, names={})
     assert good.render(messages, names={}) == "x"
 
 
 def test_a_conversation_is_rendered_in_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
     text = ChatTokenizer(gguf_vocabulary(byte_level(), where="test"), template="here")
-    monkeypatch.setattr(rendering._POOL, "ask", lambda asked, **_: {"text": asked["source"].replace("here", "there")})
+    monkeypatch.setattr(rendering._POOL, "ask", lambda asked: {"text": asked["source"].replace("here", "there")})
     assert text.chat([{"role": "user", "content": "x"}]) == text.encode("there")
 
 
@@ -329,22 +333,24 @@ def keeps_mb(megabytes: int) -> str:
     return f"{{% set ns = namespace(x=[]) %}}{{% for a in range({megabytes // 4}) %}}{grows}{{% endfor %}}"
 
 
-def test_a_template_that_wants_much_memory_is_ended_and_leaves_it_to_the_next() -> None:
+def test_a_template_that_wants_much_memory_is_ended_and_leaves_it_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps 1.6 GB, which takes it a second where there is no bound."""
+    monkeypatch.setattr(rendering, "RENDER_S", 300.0)
     for name in "abc":
         if sys.platform == "linux":
             with pytest.raises(TemplateFailed):
-                Renderer(keeps_mb(1600) + name).render([], names={}, within_s=300)
+                Renderer(keeps_mb(1600) + name).render([], names={})
         assert Renderer("fine").render([], names={}) == "fine"
-        assert Renderer(keeps_mb(800) + name).render([], names={}, within_s=300) == name
+        assert Renderer(keeps_mb(800) + name).render([], names={}) == name
 
 
 @pytest.mark.skipif(shutil.which("ps") is None, reason="needs ps; macOS always has it")
 def test_where_the_system_does_not_bound_memory_the_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "RENDER_S", 300.0)
     monkeypatch.setattr(rendering, "MEASURED", True)
     monkeypatch.setattr(rendering, "MEMORY_BYTES", 128 << 20)  # of the parent: the child bounds itself at 1 GiB
     with pytest.raises(TemplateFailed, match="more than 128 MB"):
-        Renderer(keeps_mb(240) + LOOP).render([], names={}, within_s=300)
+        Renderer(keeps_mb(240) + LOOP).render([], names={})
     assert Renderer("fine").render([], names={}) == "fine"
 
 
@@ -367,9 +373,9 @@ def test_an_old_jinja_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(
             UserError, match=r"Jinja 3\.1\.5 lets .*; install a newer one with: pip install 'jinja2>=3.1.6'"
         ):
-            ChatTemplate("x")
+            check_template("x")
         monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.2.0rc1")
-        ChatTemplate("x")
+        check_template("x")
     finally:
         chat_template._environment.cache_clear()
 
@@ -383,7 +389,7 @@ def test_no_extra_installs_an_old_jinja() -> None:
 
 def test_a_template_that_is_none() -> None:
     with pytest.raises(UserError, match="chat template cannot be used: "):
-        ChatTemplate("{% for %}")
+        check_template("{% for %}")
 
 
 def test_without_a_template_the_contents_are_lines() -> None:
