@@ -103,8 +103,9 @@ class Cluster:
             device=CPU,
             dtype=dtype,
             memory_bytes=memory_bytes,
-            source=self.source if files else None,
         )
+        if files:
+            worker._weights._source = self.source
         thread = threading.Thread(target=worker.run, name="smolcluster-stage", daemon=True)
         thread.start()
         self.stages[name] = (worker, transport, thread)

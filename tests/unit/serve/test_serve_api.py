@@ -28,6 +28,7 @@ from tests.unit.scripted_engine import END, SAID, ByteText, ScriptedEngine, serv
 
 from smolcluster.errors import UserError
 from smolcluster.serve.engine.types import Busy, PromptTooLong, Unavailable
+from smolcluster.serve.http import api
 from smolcluster.serve.http.request_parsing import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, UNSUPPORTED
 from smolcluster.serve.http.response_bodies import completion_logprobs
 from smolcluster.serve.http.server import HttpSettings
@@ -449,11 +450,12 @@ def head_of(port: int, path: str) -> int:
         return int(asking.recv(65536).split(b" ")[1])
 
 
-def test_the_page(own: ScriptedEngine, tmp_path: Path) -> None:
+def test_the_page(own: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "index.html").write_text("<p>hello</p>")
     (tmp_path / "chat.js").write_text("1")
     (tmp_path / "secret.key").write_text("no")
-    with serving(own, place={"static": tmp_path, "key": "k" * 16}) as port:
+    monkeypatch.setattr(api, "STATIC", tmp_path)
+    with serving(own, place={"key": "k" * 16}) as port:
         assert get(port, "/")[2] == b"<p>hello</p>"
         tag = get(port, "/static/chat.js")[1]["etag"]
         assert get(port, "/static/chat.js", if_none_match=tag)[0] == 304

@@ -21,12 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class StageWeights:
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, *, source: ModelSource | None = None, files: Path | None = None
-    ) -> None:
-        """`source`: a model that is open already. `files`: the file or folder that the front may name."""
-        self._device, self._dtype, self._source = device, dtype, source
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, files: Path | None = None) -> None:
+        """`files`: the file or folder that the front may name."""
+        self._device, self._dtype = device, dtype
         self._files = None if files is None else files.resolve()
+        self._source: ModelSource | None = None  # the one opened last
         self.tensors: dict[str, Tensor] = {}
 
     @property

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+STATIC = Path(__file__).parents[1] / "static"
 DRAIN_S = 1.0  # for running answers, when the server stops; less than HttpLimits.ending_s
 POLL_S = 0.1  # polling interval of /events
 KEEP_ALIVE_S = 15.0  # keep-alive interval of /events: only writing detects a vanished viewer
@@ -111,11 +112,10 @@ class Api:
         *,
         key: str | None = None,
         allow_hosts: Iterable[str] = (),
-        static: Path | None = None,
         write_s: float = WRITE_S,
     ) -> None:
         self.service, self._key, self._write_s = service, key, write_s
-        self._files = static_files(static) if static is not None else {}
+        self._files = static_files(STATIC)
         self._created = int(time.time())
         self._closing = asyncio.Event()
         self._viewers = self._preparing = 0
@@ -290,7 +290,7 @@ class Api:
                 "limits": asdict(service.limits),
                 "needs_key": self._key is not None,
                 "version": smolcluster.__version__,
-                "chat": service.chats,
+                "chat": service.text.has_template,
                 "openings": list(service.openings),
             }
         )

@@ -152,13 +152,12 @@ class Service:
         model_name: str,
         limits: ServiceLimits | None = None,
         defaults: SamplingParams | None = None,
-        chats: bool = True,
         openings: Sequence[str] = (),
     ) -> None:
-        """`chats`: the model has a chat template; else pages offer to continue a text, such as one of `openings`."""
+        """`openings`: beginnings of texts that pages offer to continue if the model has no chat template."""
         self.engine, self.text, self.model_name = engine, text, model_name
         self.limits, self.defaults = limits or ServiceLimits(), defaults or SamplingParams()
-        self.chats, self.openings = chats, tuple(openings)
+        self.openings = tuple(openings)
         self.metrics = Metrics()
         self.sequences = 0  # of all running jobs
         self._ending = False
