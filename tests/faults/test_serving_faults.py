@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tests.places import at_most, eventually
-from tests.serving import GREEDY, Cluster, RandomSource, cluster, fronted, llama
+from tests.serving import GREEDY, RandomSource, cluster, fronted, llama
 from torch import Tensor
 
 from smolcluster.comm.elastic.transport.api import Link
@@ -27,8 +27,7 @@ from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.serve.engine import wire
-from smolcluster.serve.engine.front import LINKS, Front
-from smolcluster.serve.engine.layout import LayoutOptions
+from smolcluster.serve.engine.front import Front
 from smolcluster.serve.engine.scheduler import SchedulerLimits
 from smolcluster.serve.engine.stage import StageWorker
 from smolcluster.serve.engine.stage_model import Row
@@ -447,34 +446,19 @@ class Unreadable(RandomSource):
 
 def test_weights_that_the_front_cannot_read_are_told() -> None:
     """A machine without files waits for them in vain; nobody waits for that machine."""
-    source = Unreadable(llama())
-    transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=1), codec="fp32"))
-    try:
-        made.add("a", files=False)
+    with cluster(Unreadable(llama()), "a", files=False, ready=False) as made:
         (problem,) = eventually(made.front.problems, what="a problem")
         assert problem == "a: the server cannot read the weights: a disk that cannot be read"
         assert not made.front.loading
         with pytest.raises(Unavailable):
             made.text((1, 2, 3), 8)
-    finally:
-        made.front.close()
-        made.remove("a")
 
 
 def test_machines_that_are_too_small_are_told_so_and_larger_ones_may_come() -> None:
     source = RandomSource(llama())
-    transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=2, distribution="auto"), codec="fp32"))
-    try:
-        for name in "ab":
-            made.add(name, memory_bytes=50_000)
+    with cluster(source, "a", "b", memory_bytes=50_000, distribution="auto", ready=False) as made:
         assert eventually(made.front.problems, what="a problem")
         for name in "cd":
             made.add(name)  # slower or not, these two are large enough
         assert made.front.wait_ready(300)
         assert made.text((1, 2, 3), 8) == source.greedy((1, 2, 3), 8)
-    finally:
-        made.front.close()
-        for name in list(made.stages):
-            made.remove(name)

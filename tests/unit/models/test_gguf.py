@@ -67,14 +67,6 @@ def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@EVERY_SHAPE
-def test_names_and_shapes_are_those_of_the_model(config: GPTConfig) -> None:
-    other = {"tie_head": False} if config.qk_norm else {"bias": not config.bias}
-    for each in (config, replace(config, num_layers=1, **other)):
-        built = {name: tuple(tensor.shape) for name, tensor in GPT(each).state_dict().items()}
-        assert list(each.shapes().items()) == list(built.items())
-
-
 # ---- the same weights
 
 
@@ -260,24 +252,14 @@ def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
         GGUF(tmp_path / "model.gguf")
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_values_that_are_no_numbers_are_found_where_they_are_loaded(tmp_path: Path, kind: str) -> None:
+def test_scales_that_are_no_numbers_are_found_where_they_are_loaded(tmp_path: Path) -> None:
     weights = make(LLAMA)
-    weights["blocks.1.mlp.down.weight"][5, 7] = torch.nan if kind == "F32" else torch.inf
+    weights["blocks.1.mlp.down.weight"][5, 7] = torch.inf
     with np.errstate(all="ignore"):
-        file = GGUF(write_gguf(tmp_path / "model.gguf", LLAMA, weights, kind=kind))
+        file = GGUF(write_gguf(tmp_path / "model.gguf", LLAMA, weights, kind="Q8_0"))
     file.load(range(1), first=True, last=False)
     with pytest.raises(ValueError, match=r"model\.gguf: blk\.1\.ffn_down\.weight contains NaN"):
         file.load(range(1, 2), first=False, last=False)
-
-
-def test_values_that_fp16_cannot_hold_are_refused(tmp_path: Path) -> None:
-    weights = make(LLAMA)
-    weights["norm.weight"][3] = 1e5
-    file = GGUF(write_gguf(tmp_path / "model.gguf", LLAMA, weights))
-    with pytest.raises(ValueError, match=r"output_norm\.weight has values that float16 cannot hold"):
-        whole(file, torch.float16)
-    assert whole(file, torch.bfloat16)["norm.weight"].dtype == torch.bfloat16
 
 
 # ---- damage

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from smolcluster.config import Config, dump
@@ -423,8 +423,3 @@ def test_a_model_saved_by_transformers_is_read(config: GPTConfig, tmp_path: Path
         assert found == config
         check_logits(model, ours_of(found, weights))
     assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
-
-
-def test_an_export_is_a_plain_safetensors_file(tmp_path: Path) -> None:
-    _, tensors = write(tmp_path / "out", LLAMA)
-    assert same_bits(load_file(tmp_path / "out" / "model.safetensors"), tensors)

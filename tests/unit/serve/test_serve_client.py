@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.serve.fake_chat import STORY, Fake, break_off, err, pieces, refuse, serving
@@ -20,6 +21,7 @@ from tests.places import eventually
 from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
 
+from smolcluster.cli import main
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.serve.client.http import ServerClient, ServerFailed
 from smolcluster.serve.client.terminal import Chat, TerminalText, print_pieces, read_all
@@ -354,46 +356,37 @@ def test_ctrl_c_twice_leaves(fake: Fake) -> None:
 
 # The commands
 
-MAIN = """
-import sys, typer
-from smolcluster.cli import chat, generate
-from smolcluster.cli.ending import tell
-from smolcluster.errors import SmolclusterError
-app = typer.Typer()
-app.command("chat", epilog=chat.EXAMPLES)(chat.chat)
-app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
-try:
-    status = app(standalone_mode=False)
-except SmolclusterError as error:
-    status = tell(error)
-sys.exit(status)
-"""
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+    """Run a command with this text in its standard input; return exit status, output and errors."""
+
+    def run(*arguments: str, text: str = "", **env: str) -> tuple[Any, str, str]:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
-def command(*arguments: str, text: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", MAIN, *arguments]
-    environment = os.environ | {"PYTHONIOENCODING": "utf-8"} | env
-    return subprocess.run(
-        command, input=text, capture_output=True, encoding="utf-8", timeout=300, env=environment, check=False
-    )
-
-
-def test_a_question_through_a_pipe(fake: Fake) -> None:
+def test_a_question_through_a_pipe(fake: Fake, command: Callable[..., Any]) -> None:
     fake.words = ["\x1b[1mbold\x1b", "[0m ", "words"]
-    done = command("chat", fake.url, "--system", "Be brief.", "--max-tokens", "7", text="Why?\nBecause?\n")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "bold words\n", "")
+    asked = ("chat", fake.url, "--system", "Be brief.", "--max-tokens", "7")
+    assert command(*asked, text="Why?\nBecause?\n") == (0, "bold words\n", "")
     assert [m["content"] for m in fake.bodies[0]["messages"]] == ["Be brief.", "Why?\nBecause?"]
     assert fake.bodies[0]["max_tokens"] == 7
 
 
-def test_a_pipe_into_a_model_without_a_template(fake: Fake) -> None:
+def test_a_pipe_into_a_model_without_a_template(fake: Fake, command: Callable[..., Any]) -> None:
     fake.chat, fake.words = False, [" upon a time"]
-    done = command("chat", fake.url, text="Once\n")
-    assert (done.returncode, done.stdout, done.stderr) == (0, " upon a time\n", "")
+    assert command("chat", fake.url, text="Once\n") == (0, " upon a time\n", "")
     assert fake.bodies[0]["prompt"] == "Once"
-    done = command("chat", fake.url, "--system", "Be brief.", text="Once\n")
-    assert (done.returncode, len(fake.bodies)) == (2, 1)
-    assert "--system has no effect: this model has no chat template" in done.stderr
+    status, _, err = command("chat", fake.url, "--system", "Be brief.", text="Once\n")
+    assert (status, len(fake.bodies)) == (2, 1)
+    assert "--system has no effect: this model has no chat template" in err.replace("\n", " ")
 
 
 @pytest.mark.parametrize("asked", [("chat",), ("generate", "Once", "--url")])
@@ -401,7 +394,7 @@ def test_commands_wait_for_stages_that_are_starting(fake: Fake, asked: tuple[str
     fake.tell(ready=False)
     fake.words = ["yes"]
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", MAIN, *asked, fake.url]
+    command = [sys.executable, "-m", "smolcluster", *asked, fake.url]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         process.stdin.write("Once\n")
         process.stdin.close()
@@ -413,22 +406,22 @@ def test_commands_wait_for_stages_that_are_starting(fake: Fake, asked: tuple[str
     assert (process.returncode, out, err) == (0, "yes\n", "")
 
 
-def test_a_model_in_place_of_the_address(tmp_path: Path) -> None:
-    done = command("chat", str(tmp_path), text="Why?\n")
-    assert done.returncode == 2
-    assert f"for a model: smolcluster serve {tmp_path}, then: smolcluster chat" in done.stderr.replace("\n", "")
+def test_a_model_in_place_of_the_address(tmp_path: Path, command: Callable[..., Any]) -> None:
+    status, _, err = command("chat", str(tmp_path), text="Why?\n")
+    assert status == 2
+    assert f"for a model: smolcluster serve {tmp_path}, then: smolcluster chat" in err.replace("\n", "")
 
 
-def test_generate(fake: Fake) -> None:
+def test_generate(fake: Fake, command: Callable[..., Any]) -> None:
     fake.key, fake.words = "a-key-for-the-test", [" upon", " a time"]
     options = ("--url", fake.url, "--temperature", "0", "--seed", "3", "--stop", "x", "--stop", "y")
-    done = command("generate", "Once", *options, SMOLCLUSTER_API_KEY=fake.key)
-    assert (done.returncode, done.stdout, done.stderr) == (0, " upon a time\n", "")
+    assert command("generate", "Once", *options, SMOLCLUSTER_API_KEY=fake.key) == (0, " upon a time\n", "")
     sent = {k: fake.bodies[0][k] for k in ("prompt", "temperature", "seed", "stop", "model", "stream")}
     expected = {"prompt": "Once", "temperature": 0, "seed": 3, "stop": ["x", "y"], "model": "smollm2", "stream": True}
     assert sent == expected
-    done = command("generate", "-", "--url", fake.url, "--no-stream", "--key", fake.key, text="There was\n")
-    assert (done.stdout, fake.bodies[1]["prompt"], "stream" in fake.bodies[1]) == (" upon a time\n", "There was", False)
+    whole = ("generate", "-", "--url", fake.url, "--no-stream", "--key", fake.key)
+    assert command(*whole, text="There was\n") == (0, " upon a time\n", "")
+    assert (fake.bodies[1]["prompt"], "stream" in fake.bodies[1]) == ("There was", False)
 
 
 @pytest.mark.parametrize(
@@ -441,11 +434,11 @@ def test_generate(fake: Fake) -> None:
         (("generate", "x", "--url", "ftp://x"), "is not the address of a server"),
     ],
 )
-def test_mistakes_end_with_two(arguments: tuple[str, ...], words: str) -> None:
-    done = command(*arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_end_with_two(arguments: tuple[str, ...], words: str, command: Callable[..., Any]) -> None:
+    status, _, err = command(*arguments)
+    assert status == 2
+    assert words in err
+    assert "Traceback" not in err
 
 
 def test_a_question_that_is_no_text_is_told() -> None:
@@ -461,7 +454,7 @@ def test_in_a_terminal(fake: Fake) -> None:
     fake.words, fake.hold_at = pieces("one two three four"), 2
     main, side = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "chat", fake.url],
+        [sys.executable, "-m", "smolcluster", "chat", fake.url],
         stdin=side,
         stdout=side,
         stderr=side,

@@ -16,7 +16,7 @@ import pytest
 from tests.unit.scripted_engine import ScriptedEngine, service_of
 
 from smolcluster.engine import identity
-from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.errors import SmolclusterError
 from smolcluster.serve import main as life
 from smolcluster.serve.engine import local
 from smolcluster.serve.http import server as http
@@ -45,13 +45,6 @@ def test_how_many_processes_there_are_to_be(
     shape = count_stages(ServeOptions(model="m", **said))
     assert shape == StageCounts(stages=stages, replicas=replicas, workers=workers, distribution=distribution)
     assert shape.missing == stages * replicas - workers
-
-
-def test_too_few_without_others_who_could_come() -> None:
-    with pytest.raises(UserError, match=r"--workers 1 is too few for 2 stage\(s\) of 1: .*--listen"):
-        count_stages(ServeOptions(model="m", stages=2, workers=1))
-    with pytest.raises(UserError, match="give the number of layers of each stage"):
-        count_stages(ServeOptions(model="m", layers="10;10"))
 
 
 @pytest.mark.parametrize(("concurrency", "sequences", "requests"), [(1, 64, 128), (32, 64, 128), (500, 1000, 1000)])

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -210,7 +209,7 @@ class Service:
             value = getattr(request, name)
             if value is None:
                 continue
-            if not (math.isfinite(value) and low <= value <= high):
+            if not low <= value <= high:  # nor NaN
                 raise BadRequest(f"{name} is {_short(value)}; it must be {low:g} to {high:g}", name)
             given[name] = float(value)
         if given.get("top_p") == 0:
