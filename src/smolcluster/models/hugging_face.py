@@ -73,7 +73,7 @@ def export_config(config: DecoderConfig, *, dtype: torch.dtype = torch.float32) 
         "model_type": family.model_type,
         **{key: getattr(config, name) for key, name in family.keys.items()},
         **{key: values[0] for key, values in family.choices.items()},
-        # Their defaults are tokens of their own tokenizers: here they would stop a text in its middle.
+        # The defaults of `transformers` are tokens of its own tokenizers, and would stop a text early.
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": type_name(dtype),
@@ -173,7 +173,7 @@ class Folder:
         self._family = family = family_of(self.config)
         self._stored = names = _full_names(family, self._places)
         embedding, head = f"{family.names['token_embedding'][0]}.weight", "lm_head.weight"
-        # A tied head may be in the file all the same.
+        # A tied head may be stored as well.
         self._twins = (embedding, head) if self.config.tie_head and {embedding, head} <= names.keys() else None
         found = {name: self._places[stored][1] for name, stored in names.items() if not (self._twins and name == head)}
         check_depth(self.config.num_layers, len(found), where=CONFIG)
