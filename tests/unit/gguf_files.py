@@ -15,6 +15,22 @@ from smolcluster.models import GPTConfig
 from smolcluster.models.hugging_face import export_weights, family_of
 from smolcluster.serve.text.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN_TOKEN
 
+
+def random_weights(config: GPTConfig, *, seed: int = 0) -> dict[str, Tensor]:
+    """Return weights that all differ from their initial values."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: 0.1 * torch.randn(shape, generator=generator) + (1.0 if name.endswith("norm.weight") else 0.0)
+        for name, shape in config.shapes().items()
+    }
+
+
+def same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
+
+
 ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
     "LlamaForCausalLM": "llama",
