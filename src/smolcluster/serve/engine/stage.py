@@ -249,12 +249,10 @@ class StageWorker(Handler):
             self._name = assignment.name
         try:
             if not self._is_loaded(assignment):
-                had = self._stage_model
-                has_first, has_last = (had.first, had.last) if had is not None else (False, False)
-                self._stage_model = had = None  # frees the layers that are not kept
+                self._stage_model = None  # frees the layers that are not kept
                 if received is not None:
                     self._weights.receive(received)
-                elif not self._weights.load(model, assignment, has_first=has_first, has_last=has_last):
+                elif not self._weights.load(model, assignment):
                     self._weights.clear()
                     self._wanted = (number, assignment)
                     self._send_front(Kind.HELD, step=number, meta={"need": type_name(self._dtype)})
