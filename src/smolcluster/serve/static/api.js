@@ -87,8 +87,7 @@ async function* events(body) {
 async function failure(answer) {
   let reason = "";
   try {
-    const body = await answer.json();
-    reason = body?.error?.message ?? (typeof body?.error === "string" ? body.error : "");
+    reason = (await answer.json())?.error?.message ?? "";
   } catch {
     // not in the form that was promised
   }
@@ -121,7 +120,7 @@ export function follow({ changed, connection }) {
   let retry = 0;
   const open = () => {
     const source = new EventSource("/events");
-    const hear = (event) => {
+    const received = (event) => {
       let state;
       try {
         state = JSON.parse(event.data);
@@ -131,7 +130,7 @@ export function follow({ changed, connection }) {
       connection(true);
       if (state && typeof state === "object") changed(state);
     };
-    for (const name of ["message", "state"]) source.addEventListener(name, hear);
+    source.addEventListener("message", received);
     source.addEventListener("error", () => {
       connection(false);
       if (source.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
