@@ -239,12 +239,8 @@ class Api:
     async def _streamed(self, request: Request, job: CompletionJob, frames: Frames) -> Response:
         """Wait for the first chunk: an error before it still gets its own status."""
         pieces = self.service.stream(job)
-
-        async def first() -> TextChunk:
-            return await anext(pieces)
-
         try:
-            piece = await while_connected(request.receive, first())
+            piece = await while_connected(request.receive, anext(pieces))
         except BaseException:
             await pieces.aclose()
             raise
