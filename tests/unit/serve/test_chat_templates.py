@@ -99,7 +99,7 @@ def test_large_values_end_their_process_at_most(source: str, monkeypatch: pytest
     assert Renderer("fine").render([], names={}) == "fine"
 
 
-def test_bounds_change_nothing_else() -> None:
+def test_the_bounds_change_no_result() -> None:
     """What templates of models do, against Jinja itself."""
     sandbox = pytest.importorskip("jinja2.sandbox")
     source = (
@@ -202,6 +202,6 @@ def test_no_extra_installs_an_old_jinja() -> None:
     assert set(wanted) == {f"jinja2>={'.'.join(map(str, chat_template.OLDEST_JINJA))}"}
 
 
-def test_a_template_that_is_none() -> None:
+def test_an_invalid_template() -> None:
     with pytest.raises(UserError, match="chat template cannot be used: "):
         check_template("{% for %}")

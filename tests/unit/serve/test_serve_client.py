@@ -86,7 +86,7 @@ def test_a_completion_streamed_or_whole(fake: Fake) -> None:
     assert {body["prompt"] for body in fake.bodies} == {"Once"}
 
 
-def test_closing_it_lets_the_server_know(fake: Fake) -> None:
+def test_closing_the_generator_closes_the_connection(fake: Fake) -> None:
     fake.hold_at = 2
     found = ServerClient(fake.url).chat(ASKED, options={})
     assert next(found).text == "Here"
@@ -142,7 +142,7 @@ def test_a_key(fake: Fake) -> None:
         ServerClient(fake.url, key="two\r\nlines: x")
 
 
-def test_nobody_there() -> None:
+def test_a_refused_connection_names_the_command() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(
@@ -154,7 +154,7 @@ def test_nobody_there() -> None:
 @pytest.mark.parametrize(
     "url", ["ftp://x", "http://", "http://x:99999", "http://[::1", "http://a b/", "http://me:secret@x", "http://a\nb"]
 )
-def test_no_address(url: str) -> None:
+def test_invalid_addresses(url: str) -> None:
     with pytest.raises(UserError, match="address") as raised:
         ServerClient(url)
     assert "secret" not in str(raised.value)
@@ -165,7 +165,7 @@ def test_ways_to_write_an_address(fake: Fake, url: str) -> None:
     assert ServerClient(url.format(fake.url.removeprefix("http://"))).models() == ["smollm2"]
 
 
-def test_what_is_no_server_of_models() -> None:
+def test_answers_of_other_servers() -> None:
     page = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\n\r\n<html>"
     with answering(page) as url, pytest.raises(ServerFailed, match=r"invalid answer|lost the connection"):
         ServerClient(url).models()
@@ -205,7 +205,7 @@ def test_what_is_no_server_of_models() -> None:
         (["\ud83d"], ""),
     ],
 )
-def test_nothing_steers_the_terminal(given: list[str], shown: str | None) -> None:
+def test_escape_sequences_are_removed(given: list[str], shown: str | None) -> None:
     filtered = TerminalText()
     found = "".join(map(filtered.push, given)) + filtered.flush()
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", found)
@@ -213,7 +213,7 @@ def test_nothing_steers_the_terminal(given: list[str], shown: str | None) -> Non
         assert found == shown
 
 
-def test_every_way_to_cut_it(fake: Fake) -> None:
+def test_escape_sequences_are_removed_wherever_pieces_end(fake: Fake) -> None:
     text = "one \x1b[1;31mtwo\x1b[0m three\x1b[K"
     for at in range(len(text) + 1):
         for then in range(at, len(text) + 1):
@@ -222,7 +222,7 @@ def test_every_way_to_cut_it(fake: Fake) -> None:
             assert "".join(map(filtered.push, parts)) + filtered.flush() == "one two three"
 
 
-def test_a_terminal_that_knows_few_letters(fake: Fake) -> None:
+def test_characters_outside_the_terminals_encoding(fake: Fake) -> None:
     fake.words = ["naïve ", "日本"]
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     print_pieces(ServerClient(fake.url).chat(ASKED, options={}), out)
@@ -268,7 +268,7 @@ def test_a_model_without_a_template_continues_the_text(fake: Fake) -> None:
     assert chat.system == ""
 
 
-def test_a_start_is_waited_for(fake: Fake) -> None:
+def test_wait_ready(fake: Fake) -> None:
     fake.tell(ready=False)
     told: list[str] = []
 
@@ -320,14 +320,14 @@ def test_commands(fake: Fake, tmp_path: Path) -> None:
         ('/save "a" "b', '"a" "b is not a file name: no closing quotation'),
     ],
 )
-def test_mistakes_are_told_and_the_conversation_goes_on(fake: Fake, line: str, words: str) -> None:
+def test_invalid_commands_do_not_end_the_conversation(fake: Fake, line: str, words: str) -> None:
     status, out, _ = talk(fake, line, "/quit")
     assert status == 0
     assert words in out
     assert fake.bodies == []
 
 
-def test_a_failure_is_told_and_can_be_retried(fake: Fake) -> None:
+def test_a_failed_request_can_be_retried(fake: Fake) -> None:
     fake.words = ["fine"]
     fake.next.extend([refuse(503, "layers 3-5 are on no machine", retry_after="5"), break_off(0)])
     status, out, chat = talk(fake, "hello", "/retry", "/retry")
@@ -337,7 +337,7 @@ def test_a_failure_is_told_and_can_be_retried(fake: Fake) -> None:
     assert [m["role"] for m in chat.messages] == ["user", "assistant"]
 
 
-def test_a_question_that_is_refused_is_taken_back(fake: Fake) -> None:
+def test_a_rejected_message_is_removed(fake: Fake) -> None:
     fake.words = ["fine"]
     fake.next.append(refuse(400, "messages: 201 tokens; the model's context is 128"))
     status, out, chat = talk(fake, "much too long", "hi")
@@ -441,7 +441,7 @@ def test_mistakes_end_with_two(arguments: tuple[str, ...], words: str, command: 
     assert "Traceback" not in err
 
 
-def test_a_question_that_is_no_text_is_told() -> None:
+def test_standard_input_that_is_not_text() -> None:
     with pytest.raises(UserError, match=r"the question is not utf-8 text: .* at byte 0"):
         read_all(io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"), what="the question")
 

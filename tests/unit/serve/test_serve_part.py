@@ -161,7 +161,7 @@ def test_between_parts_activations_may_come_in_another_type() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_may_go_back_and_the_rest_is_forgotten(shape: str) -> None:
+def test_a_row_may_cut_its_cache(shape: str) -> None:
     model = MODELS[shape, torch.float64]
     parts = parts_of(model, (2, 2))
     old, new = tokens(90, seed=1), tokens(90, seed=2)
@@ -295,7 +295,7 @@ def test_what_is_refused_changes_nothing(case: str) -> None:
         torch.testing.assert_close(line, whole(model, sequence)[-1], rtol=1e-11, atol=1e-11)
 
 
-def test_later_parts_refuse_what_are_no_activations() -> None:
+def test_later_stages_refuse_invalid_activations() -> None:
     last = parts_of(MODELS["llama", torch.float64], (2, 2))[1]
     for x in (tokens(2), torch.zeros(2, 47), torch.zeros(1, 48)):
         with pytest.raises(ValueError, match=r"these rows take activations of shape \(2, 48\)"):
@@ -303,9 +303,7 @@ def test_later_parts_refuse_what_are_no_activations() -> None:
 
 
 @pytest.mark.parametrize("where", ["a layer in the middle", "no memory for a cache"])
-def test_a_failure_in_the_middle_leaves_whole_caches_that_are_no_longer(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_leaves_consistent_caches(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["llama", torch.float64]
     (part,) = parts_of(model)
     sequences = {name: tokens(CONTEXT, seed=name) for name in (1, 2, 3, 4)}

@@ -41,7 +41,7 @@ async def pieces(service: Service, **fields: Any) -> list[TextChunk]:
 # What comes back
 
 
-def test_it_ends_where_the_model_ends() -> None:
+def test_a_stop_token_ends_the_answer() -> None:
     engine = says("well, hello")
     found = run(answer(service_of(engine)))
     (choice,) = found.choices
@@ -52,7 +52,7 @@ def test_it_ends_where_the_model_ends() -> None:
     assert engine.open == 0
 
 
-def test_the_context_ends_it_too() -> None:
+def test_the_context_limits_max_tokens() -> None:
     engine = ScriptedEngine(context=20)
     found = run(answer(service_of(engine), temperature=0, max_tokens=20))
     assert engine.asks[0].max_tokens == 15
@@ -60,13 +60,13 @@ def test_the_context_ends_it_too() -> None:
 
 
 @pytest.mark.parametrize(("context", "most", "expected"), [(100, 1024, 95), (100, 10, 10)])
-def test_without_max_tokens_there_is_a_usual_number(context: int, most: int, expected: int) -> None:
+def test_the_default_of_max_tokens(context: int, most: int, expected: int) -> None:
     engine = ScriptedEngine(context=context)
     run(answer(service_of(engine, max_tokens=most)))
     assert engine.asks[0].max_tokens == expected
 
 
-def test_a_stop_string_ends_it_and_frees_the_sequence_before_the_last_piece() -> None:
+def test_a_stop_string_frees_the_sequence_before_the_last_chunk() -> None:
     engine = says("one two three four", end=False)
 
     async def look() -> list[tuple[str, str | None, int]]:
@@ -80,14 +80,14 @@ def test_a_stop_string_ends_it_and_frees_the_sequence_before_the_last_piece() ->
     assert all(finish is None for _, finish, _ in found[:-1])
 
 
-def test_what_only_looked_like_a_stop_string_is_told() -> None:
+def test_an_incomplete_stop_string_is_part_of_the_answer() -> None:
     found = run(answer(service_of(says("one two thr")), stop=["three"]))
     assert (found.choices[0].text, found.choices[0].finish) == ("one two thr", "stop")
     found = run(answer(service_of(says("one two thr", end=False)), stop=["three"], max_tokens=11))
     assert (found.choices[0].text, found.choices[0].finish) == ("one two thr", "length")
 
 
-def test_characters_of_several_tokens_come_whole() -> None:
+def test_multi_byte_characters_are_sent_whole() -> None:
     said = "naïve 🦊 fin"
     found = run(pieces(service_of(says(said))))
     assert "".join(piece.text for piece in found) == said
@@ -97,7 +97,7 @@ def test_characters_of_several_tokens_come_whole() -> None:
     assert cut.usage.completion_tokens == 3
 
 
-def test_an_answer_begins_and_a_prompt_goes_on() -> None:
+def test_the_leading_space_is_dropped_in_chats_only() -> None:
     engine = says(" there")
     assert run(answer(service_of(engine))).choices[0].text == " there"
     chat = {"prompts": None, "messages": [{"role": "user", "content": "hi"}]}
@@ -148,7 +148,7 @@ def test_choices_are_what_their_seeds_alone_give() -> None:
     assert (together.usage.prompt_tokens, together.usage.completion_tokens) == (5, 24)
 
 
-def test_several_prompts_are_several_asks() -> None:
+def test_each_prompt_is_a_sequence() -> None:
     engine = ScriptedEngine()
     found = run(answer(service_of(engine), prompts=["a", [98, 99]], n=2, seed=7, max_tokens=4))
     assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
@@ -157,7 +157,7 @@ def test_several_prompts_are_several_asks() -> None:
     assert found.usage.prompt_tokens == 3
 
 
-def test_without_a_seed_one_is_drawn_and_told() -> None:
+def test_without_a_seed_one_is_drawn_and_reported() -> None:
     async def seeds() -> set[int]:
         service = service_of(ScriptedEngine())
         jobs = [await service.prepare(CompletionRequest(prompts=["x"])) for _ in range(8)]
@@ -167,7 +167,7 @@ def test_without_a_seed_one_is_drawn_and_told() -> None:
     assert len(run(seeds())) > 1
 
 
-def test_sampling_is_the_requests_then_the_servers() -> None:
+def test_sampling_of_the_request_overrides_the_servers() -> None:
     engine = ScriptedEngine()
     service = service_of(engine)
     service.defaults = SamplingParams(temperature=0.7, top_p=0.9)
@@ -190,7 +190,7 @@ def test_sampling_is_the_requests_then_the_servers() -> None:
     assert engine.asks[0].stop_tokens == frozenset({END})
 
 
-def test_a_long_prompt_is_tokenised_beside_the_loop() -> None:
+def test_a_long_prompt_is_tokenized() -> None:
     engine = ScriptedEngine(context=10_000)
     run(answer(service_of(engine), prompts=["é" * 3000], max_tokens=1))
     assert len(engine.asks[0].tokens) == 6000
@@ -199,13 +199,13 @@ def test_a_long_prompt_is_tokenised_beside_the_loop() -> None:
 # What is wrong
 
 
-def test_a_context_that_is_too_short_says_so() -> None:
+def test_a_prompt_beyond_the_context() -> None:
     with pytest.raises(BadRequest, match="600 tokens; the model's context is 512") as caught:
         run(answer(service_of(ScriptedEngine()), prompts=["x" * 600]))
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_machines_with_little_memory_shorten_an_answer_and_say_so() -> None:
+def test_machines_with_little_memory_limit_the_context() -> None:
     engine = ScriptedEngine()
     engine.context = 100  # of 512
     run(answer(service_of(engine), prompts=["x" * 60], max_tokens=500))
@@ -219,7 +219,7 @@ def test_machines_with_little_memory_shorten_an_answer_and_say_so() -> None:
 # Who comes, waits and leaves
 
 
-def test_so_many_sequences_and_no_more() -> None:
+def test_the_number_of_sequences_is_limited() -> None:
     async def story() -> None:
         engine = ScriptedEngine()
         engine.hold_after = 1
@@ -264,7 +264,7 @@ def test_a_stream_that_is_closed_or_cancelled_frees_the_engine_at_once(n: int, c
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_one_that_fails_takes_the_others_with_it(n: int) -> None:
+def test_a_failed_choice_ends_the_others(n: int) -> None:
     async def story() -> None:
         engine = ScriptedEngine()
         engine.fail = (3, Unavailable("pi5 is lost"))
@@ -276,7 +276,7 @@ def test_one_that_fails_takes_the_others_with_it(n: int) -> None:
     run(story())
 
 
-def test_a_slow_reader_holds_only_a_few_pieces() -> None:
+def test_a_slow_reader_applies_backpressure() -> None:
     """Of several choices: each waits until its piece was taken."""
 
     async def story() -> None:
@@ -300,7 +300,7 @@ def test_a_slow_reader_holds_only_a_few_pieces() -> None:
     run(story())
 
 
-def test_a_prompt_that_nobody_read_is_not_counted() -> None:
+def test_refused_prompts_are_not_counted() -> None:
     """Clients ask again and again while there is nobody."""
     engine = says("four", end=False)
     service = service_of(engine)

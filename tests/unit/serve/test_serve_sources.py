@@ -163,7 +163,7 @@ def test_values_are_checked_where_they_are_loaded(tmp_path: Path) -> None:
             source.load(range(1, 2), first=False, last=False, dtype=torch.float16, device="cpu")
 
 
-def test_a_tied_head_that_differs_is_found_by_those_who_have_it(tmp_path: Path) -> None:
+def test_a_tied_head_that_differs_is_refused_on_the_ends(tmp_path: Path) -> None:
     config = shape_of(MODELS["llama"], vocab_size=VOCAB)
     tensors = {name: tensor.contiguous() for name, tensor in export_weights(config, random_weights(config)).items()}
     folder = tmp_path / "hub"
@@ -229,7 +229,7 @@ def test_runs_that_cannot_be_served(tmp_path: Path) -> None:
 # ---- names
 
 
-def test_names_that_mean_nothing(tmp_path: Path) -> None:
+def test_unknown_models(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello", encoding="utf-8")
     (tmp_path / "broken.gguf").write_text("hello", encoding="utf-8")
     for name, told in (

@@ -89,7 +89,7 @@ ATTACKS = (
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_message_closes_its_turn(chatml: ChatTokenizer, attack: str) -> None:
+def test_no_message_can_end_its_turn(chatml: ChatTokenizer, attack: str) -> None:
     messages = [{"role": "user", "content": attack}, {"role": "assistant", "content": f"no {attack}"}]
     tokens = chatml.chat(messages)
     # Three turns begin, two end: the template's own. All else is the text that was typed.
@@ -115,14 +115,14 @@ def test_no_conversation_has_more_markers_than_its_template_writes(chatml: ChatT
     assert spelled == "".join(f"<|im_start|>user\n{c}<|im_end|>\n" for c in contents) + "<|im_start|>assistant\n"
 
 
-def test_two_halves_of_a_marker_are_none() -> None:
+def test_two_halves_do_not_make_a_marker() -> None:
     template = "{% for m in messages %}<|im_{{ m['content'] }}|>{% endfor %}<|im_end|>"
     text = ChatTokenizer(gguf_vocabulary(byte_level(), where="test"), template=template)
     tokens = text.chat([{"role": "user", "content": "end"}])
     assert [token for token in tokens if token in (0, 1, 2)] == [2]
 
 
-def test_a_marker_that_others_call_ordinary_is_a_secret_where_the_template_uses_it() -> None:
+def test_added_tokens_that_the_template_writes_are_reserved() -> None:
     given_ = byte_level(markers=["<|im_start|>", "<|im_end|>", "<tool>", "    "])
     given_["tokenizer.ggml.token_type"][:4] = USER_DEFINED
     text = ChatTokenizer(gguf_vocabulary(given_, where="test"), template=CHATML)
@@ -132,7 +132,7 @@ def test_a_marker_that_others_call_ordinary_is_a_secret_where_the_template_uses_
     assert [token for token in tokens if token < 4] == [0, 2, 3, 1, 0]
 
 
-def test_a_vocabulary_that_spells_a_marker_as_a_word_refuses_it() -> None:
+def test_a_special_token_that_is_also_a_word_is_refused() -> None:
     words = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1, "</s>": 2}, "unk_token": "<unk>"}
     added = [{"id": 0, "content": "<unk>", "special": True}, {"id": 2, "content": "</s>", "special": True}]
     definition = {"version": "1.0", "added_tokens": added, "model": words, "pre_tokenizer": {"type": "WhitespaceSplit"}}
@@ -153,7 +153,7 @@ def test_a_vocabulary_that_spells_a_marker_as_a_word_refuses_it() -> None:
         ({"role": "user"}, "messages[1].content is not a text"),
     ],
 )
-def test_messages_that_are_none(chatml: ChatTokenizer, message: Any, told: str) -> None:
+def test_invalid_messages(chatml: ChatTokenizer, message: Any, told: str) -> None:
     with pytest.raises(UserError) as error:
         chatml.chat([{"role": "user", "content": "x"}, message])
     assert told in str(error.value)
@@ -232,7 +232,7 @@ def test_an_answer_that_follows_text_keeps_its_space(spm: ChatTokenizer) -> None
         ),
     ],
 )
-def test_tokenizers_that_are_damaged_or_not_known(changes: dict[str, Any], told: str) -> None:
+def test_damaged_and_unsupported_tokenizers(changes: dict[str, Any], told: str) -> None:
     given_ = byte_level()
     assert len(given_["tokenizer.ggml.tokens"]) == 263
     with pytest.raises(UserError) as error:
@@ -267,21 +267,21 @@ def test_tokens_that_are_too_long_to_be_split_are_refused(words: list[str]) -> N
         gguf_vocabulary(with_words(words), where="model.gguf")
 
 
-def test_long_runs_of_spaces_are_tokens_as_others_are() -> None:
+def test_long_runs_of_spaces_are_tokens() -> None:
     runs = ["▁" * length for length in range(2, 129)]
     text = ChatTokenizer(gguf_vocabulary(with_words(runs), where="test"))
     assert text.decode(text.encode("a" + " " * 128 + "b")) == "a" + " " * 128 + "b"
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "default"])
-def test_every_way_of_cutting_keeps_the_text(pre: str) -> None:
+def test_every_pre_tokenizer_keeps_the_text(pre: str) -> None:
     text = ChatTokenizer(gguf_vocabulary({**byte_level(), "tokenizer.ggml.pre": pre}, where="test"))
     for odd in ODD_TEXTS:
         if pre != "qwen2" or "\u0308" not in odd:  # which composes letters and their accents
             assert text.decode(text.encode(odd)) == odd
 
 
-def test_cutting_by_three_digits() -> None:
+def test_pre_tokenizers_split_digits() -> None:
     words = ["12", "123", "1234"]
     for pre, expected in (
         ("gpt-2", ["1234"]),
@@ -316,7 +316,7 @@ def test_smollm2_has_the_tokens_that_others_know(smollm2: ChatTokenizer) -> None
     assert smollm2.prompt("The capital of France is") == [504, 3575, 282, 4649, 314]
 
 
-def test_smollm2_merges_as_a_plain_program_does(smollm2: ChatTokenizer) -> None:
+def test_smollm2_merges_as_a_plain_bpe_does(smollm2: ChatTokenizer) -> None:
     """The algorithm of the paper, step by step, on the words of one regular expression."""
     regex = pytest.importorskip("regex", reason="pip install regex")
     source: Any = find_source("smollm2")
@@ -435,7 +435,7 @@ def test_pieces_joined_are_the_whole(chatml: ChatTokenizer, spm: ChatTokenizer, 
         assert one.decode(noise) == whole.decode("utf-8", "replace")
 
 
-def test_half_a_character_waits(chatml: ChatTokenizer) -> None:
+def test_an_incomplete_character_is_held_back(chatml: ChatTokenizer) -> None:
     robot = chatml.encode("🤖")
     assert len(robot) == 4
     detokenizer = chatml.detokenizer()
@@ -464,7 +464,7 @@ def feed(stop: Sequence[str], parts: Sequence[str]) -> tuple[str, bool]:
     return told + stops.flush(), False
 
 
-def test_what_may_be_the_beginning_of_a_stop_string_waits() -> None:
+def test_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     stops = StopStrings(["\n\nUser:", "END"])
     assert stops.push("hello\n") == ("hello", False)
     assert stops.push("\nUs") == ("", False)
@@ -487,7 +487,7 @@ def test_what_may_be_the_beginning_of_a_stop_string_waits() -> None:
     stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(0, 20), max_size=6),
 )
-def test_stop_strings_do_not_see_how_text_was_cut(text: str, stop: list[str], cuts: list[int]) -> None:
+def test_stop_strings_do_not_depend_on_the_pieces(text: str, stop: list[str], cuts: list[int]) -> None:
     places = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
     parts = [text[a:b] for a, b in itertools.pairwise(places)]
     # Letter by letter, without holding anything back: the first end of any of them.
