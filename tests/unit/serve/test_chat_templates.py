@@ -15,7 +15,7 @@ from smolcluster.errors import UserError
 from smolcluster.serve.text import chat_template, rendering
 from smolcluster.serve.text.chat_template import TemplateFailed, check_template, render
 from smolcluster.serve.text.conversation import ChatTokenizer
-from smolcluster.serve.text.rendering import Renderer
+from smolcluster.serve.text.rendering import render_in_child
 from smolcluster.serve.text.vocabulary import gguf_vocabulary
 
 pytest.importorskip("tokenizers", reason="pip install 'smolcluster[serve]'")
@@ -63,7 +63,7 @@ def test_what_transformers_offers_to_templates() -> None:
 )
 def test_templates_are_bounded(source: str, told: str) -> None:
     with pytest.raises(UserError) as error:
-        Renderer(source).render([{"role": "user", "content": "x"}], names={})
+        render_in_child(source, [{"role": "user", "content": "x"}], names={})
     assert told in str(error.value)
 
 
@@ -91,12 +91,12 @@ MUCH = "{% for i in range(999) %}{{ 'x' * 3999999 }}{% endfor %}"
     ],
 )
 def test_large_values_end_their_process_at_most(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer = Renderer(source)  # constants are not evaluated here
+    check_template(source)  # constants are not evaluated here
     with monkeypatch.context() as patch:
         patch.setattr(rendering, "RENDER_S", 3.0)
         with pytest.raises(TemplateFailed):
-            renderer.render([], names={})
-    assert Renderer("fine").render([], names={}) == "fine"
+            render_in_child(source, [], names={})
+    assert render_in_child("fine", [], names={}) == "fine"
 
 
 def test_the_bounds_change_no_result() -> None:
@@ -129,12 +129,11 @@ LOOP = (
 
 def test_a_template_that_loops_is_ended_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [{"role": "user", "content": "x"}]
-    good = Renderer("{{ messages[0].content }}")
     with monkeypatch.context() as patch:
         patch.setattr(rendering, "RENDER_S", 0.2)
         with pytest.raises(TemplateFailed, match=r"takes longer than 0\.2 s"):
-            Renderer(LOOP).render(messages, names={})
-    assert good.render(messages, names={}) == "x"
+            render_in_child(LOOP, messages, names={})
+    assert render_in_child("{{ messages[0].content }}", messages, names={}) == "x"
 
 
 def test_a_conversation_is_rendered_in_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +153,9 @@ def test_a_template_that_wants_much_memory_is_ended_and_leaves_it_to_the_next(mo
     for name in "abc":
         if sys.platform == "linux":
             with pytest.raises(TemplateFailed):
-                Renderer(keeps_mb(1600) + name).render([], names={})
-        assert Renderer("fine").render([], names={}) == "fine"
-        assert Renderer(keeps_mb(800) + name).render([], names={}) == name
+                render_in_child(keeps_mb(1600) + name, [], names={})
+        assert render_in_child("fine", [], names={}) == "fine"
+        assert render_in_child(keeps_mb(800) + name, [], names={}) == name
 
 
 @pytest.mark.skipif(shutil.which("ps") is None, reason="needs ps; macOS always has it")
@@ -165,14 +164,14 @@ def test_where_the_system_does_not_bound_memory_the_process_is_measured(monkeypa
     monkeypatch.setattr(rendering, "MEASURED", True)
     monkeypatch.setattr(rendering, "MEMORY_BYTES", 128 << 20)  # of the parent: the child bounds itself at 1 GiB
     with pytest.raises(TemplateFailed, match="more than 128 MB"):
-        Renderer(keeps_mb(240) + LOOP).render([], names={})
-    assert Renderer("fine").render([], names={}) == "fine"
+        render_in_child(keeps_mb(240) + LOOP, [], names={})
+    assert render_in_child("fine", [], names={}) == "fine"
 
 
 def test_the_process_of_templates_has_no_secrets_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMOLCLUSTER_TOKEN", "a-secret-for-the-test")
     rendering._POOL.close()
-    assert Renderer("fine").render([], names={}) == "fine"
+    assert render_in_child("fine", [], names={}) == "fine"
     if sys.platform == "linux":
         (process,) = filter(None, rendering._POOL._idle.queue)
         found = Path(f"/proc/{process._process.pid}/environ").read_bytes()

@@ -56,11 +56,11 @@ def test_a_failing_template_blocks_no_other_request_and_is_only_logged(
     """While one loops another request is answered; then the client hears that it was refused, and the log says why."""
     from smolcluster.serve.text import rendering
 
-    renderer, rendered = rendering.Renderer(source), threading.Event()
+    rendered = threading.Event()
 
     def chat(_: ByteText, messages: list[dict[str, str]]) -> list[int]:
         rendered.set()
-        return list(renderer.render(messages, names={}).encode())
+        return list(rendering.render_in_child(source, messages, names={}).encode())
 
     started: list[rendering._Process] = []
 

@@ -45,24 +45,21 @@ def resident_bytes(pid: int) -> int:
     return int(shown.strip() or 0) << 10
 
 
-class Renderer:
-    """A template that is parsed here, to report syntax errors early, and rendered in a child. Thread-safe."""
+def render_in_child(source: str, messages: Sequence[Mapping[str, str]], *, names: Mapping[str, str]) -> str:
+    """Return the prompt of a conversation. Raises TemplateFailed if the template refuses it or exceeds its limits.
 
-    def __init__(self, source: str) -> None:
-        self.source = check_template(source)
-
-    def render(self, messages: Sequence[Mapping[str, str]], *, names: Mapping[str, str]) -> str:
-        """Return the prompt of a conversation. Raises TemplateFailed if the template refuses it or exceeds its limits."""
-        asked = {
-            "source": self.source,
-            "messages": [dict(message) for message in messages],
-            "names": dict(names),
-            "within_s": RENDER_S,
-        }
-        answer = _POOL.ask(asked)
-        if "text" not in answer:
-            raise TemplateFailed(str(answer.get("error")))
-        return str(answer["text"])
+    Thread-safe.
+    """
+    asked = {
+        "source": source,
+        "messages": [dict(message) for message in messages],
+        "names": dict(names),
+        "within_s": RENDER_S,
+    }
+    answer = _POOL.ask(asked)
+    if "text" not in answer:
+        raise TemplateFailed(str(answer.get("error")))
+    return str(answer["text"])
 
 
 class _Process:
