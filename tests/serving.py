@@ -103,8 +103,9 @@ class Cluster:
             device=CPU,
             dtype=dtype,
             memory_bytes=memory_bytes,
-            source=self.source if files else None,
         )
+        if files:
+            worker._weights._source = self.source
         thread = threading.Thread(target=worker.run, name="smolcluster-stage", daemon=True)
         thread.start()
         self.stages[name] = (worker, transport, thread)
@@ -147,17 +148,20 @@ def cluster(
     files: bool = True,
     dtype: torch.dtype = torch.float32,
     memory_bytes: int = 1 << 30,
+    distribution: str | None = None,
+    ready: bool = True,
 ) -> Iterator[Cluster]:
-    """Ready to be asked."""
+    """Start a front and its stages; with `ready`, wait until all layers are loaded."""
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    options = LayoutOptions(stages=stages or len(names), replicas=replicas)
+    options = LayoutOptions(stages=stages or len(names), replicas=replicas, distribution=distribution)
     front = Front(transport, source, options=options, codec=codec, limits=limits, dtype=dtype)
     made = Cluster(source, front)
     try:
         for name in names:
             made.add(name, files=files, dtype=dtype, memory_bytes=memory_bytes)
-        assert front.wait_ready(300), front.problems()
-        eventually(lambda: made.settled(len(names)), what="every one of them")
+        if ready:
+            assert front.wait_ready(300), front.problems()
+            eventually(lambda: made.settled(len(names)), what="every stage")
         yield made
     finally:
         front.close()

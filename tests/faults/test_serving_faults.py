@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tests.places import at_most, eventually
-from tests.serving import GREEDY, Cluster, RandomSource, cluster, fronted, llama
+from tests.serving import GREEDY, RandomSource, cluster, fronted, llama
 from torch import Tensor
 
 from smolcluster.comm.elastic.transport.api import Link
@@ -27,8 +27,7 @@ from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.serve.engine import wire
-from smolcluster.serve.engine.front import LINKS, Front
-from smolcluster.serve.engine.layout import LayoutOptions
+from smolcluster.serve.engine.front import Front
 from smolcluster.serve.engine.scheduler import SchedulerLimits
 from smolcluster.serve.engine.stage import StageWorker
 from smolcluster.serve.engine.stage_model import Row
@@ -105,7 +104,7 @@ def test_neighbours_take_over_and_give_back(source: RandomSource) -> None:
         assert [token.token for token in asyncio.run(_all(front, ask()))] == source.greedy(PROMPT, COUNT)
 
 
-def test_one_that_is_stopped_is_left_out_and_taken_back(source: RandomSource) -> None:
+def test_a_suspended_machine_is_dropped_and_rejoins(source: RandomSource) -> None:
     with fronted(source, *"abc", stages=2) as (front, stages):
         stop = partial(stages.signal, "a", signal.SIGSTOP)
         tokens, gap_s = asyncio.run(told(front, ask(), at=20, act=stop))
@@ -115,7 +114,7 @@ def test_one_that_is_stopped_is_left_out_and_taken_back(source: RandomSource) ->
         eventually(lambda: "a" in machines(front), what="it to be taken back")
 
 
-def test_with_nobody_left_the_text_waits_and_new_ones_are_refused(source: RandomSource) -> None:
+def test_without_machines_sequences_wait_and_new_ones_are_refused(source: RandomSource) -> None:
     with fronted(source, "a", stages=1, limits=SchedulerLimits(patience_s=15.0)) as (front, stages):
 
         async def story() -> list[int]:
@@ -136,7 +135,7 @@ def test_with_nobody_left_the_text_waits_and_new_ones_are_refused(source: Random
             asyncio.run(_all(front, ask()))
 
 
-def test_patience_ends(source: RandomSource) -> None:
+def test_waiting_for_a_machine_times_out(source: RandomSource) -> None:
     with fronted(source, "a", stages=1, limits=SchedulerLimits(patience_s=1.0)) as (front, stages):
 
         async def story() -> None:
@@ -150,7 +149,7 @@ def test_patience_ends(source: RandomSource) -> None:
             asyncio.run(story())
 
 
-def test_one_who_leaves_frees_everything_at_once(source: RandomSource) -> None:
+def test_a_closed_stream_frees_caches_at_once(source: RandomSource) -> None:
     with cluster(source, *"ab") as made:
 
         async def leave() -> None:
@@ -165,7 +164,7 @@ def test_one_who_leaves_frees_everything_at_once(source: RandomSource) -> None:
         eventually(lambda: not any(part.lengths() for part in parts if part is not None), what="caches to be empty")
 
 
-def test_a_batch_that_is_lost_between_two_machines_is_not_waited_for(source: RandomSource) -> None:
+def test_a_batch_lost_between_two_stages_is_restarted(source: RandomSource) -> None:
     """Both are still there: nobody but the one that has sent it knows that something is wrong."""
     with cluster(source, *"ab") as made:
         worker = made.stages["b"][0]
@@ -239,7 +238,7 @@ OFFER = StageOffer(
 )
 
 
-def test_a_guest_cannot_answer_for_a_stage_nor_end_its_batches(source: RandomSource) -> None:
+def test_a_peer_cannot_answer_for_another_stage(source: RandomSource) -> None:
     """The front: a batch is answered by the last machine of its way and by nobody else."""
     with cluster(source, *"ab") as made:
         right = source.greedy(PROMPT, COUNT)
@@ -269,7 +268,7 @@ def test_a_guest_cannot_answer_for_a_stage_nor_end_its_batches(source: RandomSou
                 assert guest.put_out() == "that batch was not routed to this stage"
 
 
-def test_a_token_that_the_model_does_not_have_is_not_taken(source: RandomSource) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(source: RandomSource) -> None:
     """Else every batch with it would fail, at a machine that can do nothing for it."""
     with cluster(source, *"ab") as made:
         worker = made.stages["b"][0]
@@ -286,7 +285,7 @@ def test_a_token_that_the_model_does_not_have_is_not_taken(source: RandomSource)
         assert [lost["why"] for lost in made.front.state()["lost"]] == ["a token outside the vocabulary"]
 
 
-def test_a_guest_cannot_compute_on_a_stage(source: RandomSource) -> None:
+def test_a_peer_without_the_secret_cannot_compute_on_a_stage(source: RandomSource) -> None:
     """Neither write into caches that are not his, nor have new ones kept for him."""
     batch = StageBatch(rows=(Row(sequence=1, start=0, count=2, answer=False),), route=(("ab", "127.0.0.1:1"),))
     tokens = Message(kind=Kind.ROWS, step=1, meta=wire.meta_of(batch), payload=torch.tensor([1, 2]))
@@ -319,7 +318,7 @@ def test_a_machine_asks_once_and_offers_itself_once(source: RandomSource) -> Non
         assert made.front.state()["ready"]
 
 
-def test_strangers_at_the_ports_disturb_nobody(source: RandomSource) -> None:
+def test_invalid_connections_do_not_disturb_serving(source: RandomSource) -> None:
     """Bytes that are no frames, and a worker of training that has the wrong address."""
     with cluster(source, *"ab") as made:
         places = [made.front.address, *(worker.address for worker, _, _ in made.stages.values())]
@@ -344,7 +343,7 @@ class FailsOnce(RandomSource):
         return super()._load(layers, **said)
 
 
-def test_a_machine_that_cannot_hold_its_layers_gives_way_to_a_spare() -> None:
+def test_a_spare_replaces_a_machine_that_fails_to_load() -> None:
     source = FailsOnce(llama())
     with cluster(source, "a", "b", stages=1) as made:  # ready, although the first of them has failed
         assert made.text((1, 2, 3), 8) == source.greedy((1, 2, 3), 8)
@@ -361,7 +360,7 @@ class Tight(RandomSource):
         return super()._load(layers, **said)
 
 
-def test_machines_that_said_too_much_serve_again_with_what_they_can_hold() -> None:
+def test_machines_that_overstated_their_memory_get_fewer_layers() -> None:
     """One is lost, the other fails to take all of it. When there are two again each holds its half."""
     source = Tight(llama())
     with cluster(source, "a", "b", files=False) as made:
@@ -375,7 +374,7 @@ def test_machines_that_said_too_much_serve_again_with_what_they_can_hold() -> No
         assert layers == [[0, 2], [3, 5]]
 
 
-def test_when_all_are_lost_others_begin_anew(source: RandomSource) -> None:
+def test_serving_resumes_on_new_machines_after_all_are_lost(source: RandomSource) -> None:
     """The last one held everything, and none of those that come could."""
     share = source.layer_bytes(torch.float32)
     half = int((sum(share.layers) / 2 + share.embedding + share.head) / 0.8)
@@ -389,7 +388,7 @@ def test_when_all_are_lost_others_begin_anew(source: RandomSource) -> None:
         assert made.text((1, 2, 3), 8) == source.greedy((1, 2, 3), 8)
 
 
-def test_an_answer_that_cannot_be_told_is_a_failure_that_can(
+def test_an_answer_that_cannot_be_sent_is_reported_as_failed(
     source: RandomSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or whoever asked would wait until the batch counts as stuck."""
@@ -420,13 +419,13 @@ def test_an_answer_that_cannot_be_told_is_a_failure_that_can(
         ((1, math.inf), 1, False),
     ],
 )
-def test_only_what_is_sure_to_be_short_holds_up_the_beats(lasted: Any, tokens: int, quick: bool) -> None:
+def test_only_short_batches_run_on_the_transports_thread(lasted: Any, tokens: int, quick: bool) -> None:
     worker = SimpleNamespace(_queued=0, _done=0, _last_batch=lasted)
     row = Row(sequence=1, start=0, count=tokens, answer=True)
     assert StageWorker._runs_inline(worker, StageBatch(rows=(row,), secret="")) == quick  # type: ignore[arg-type]
 
 
-def test_machines_may_come_and_go_while_somebody_looks() -> None:
+def test_offers_may_change_while_they_are_read() -> None:
     machines: dict[str, Any] = {}
 
     class Comes:
@@ -445,36 +444,21 @@ class Unreadable(RandomSource):
         raise RuntimeError("a disk that cannot be read")
 
 
-def test_weights_that_the_front_cannot_read_are_told() -> None:
+def test_weights_that_the_front_cannot_read_are_a_problem() -> None:
     """A machine without files waits for them in vain; nobody waits for that machine."""
-    source = Unreadable(llama())
-    transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=1), codec="fp32"))
-    try:
-        made.add("a", files=False)
+    with cluster(Unreadable(llama()), "a", files=False, ready=False) as made:
         (problem,) = eventually(made.front.problems, what="a problem")
         assert problem == "a: the server cannot read the weights: a disk that cannot be read"
         assert not made.front.loading
         with pytest.raises(Unavailable):
             made.text((1, 2, 3), 8)
-    finally:
-        made.front.close()
-        made.remove("a")
 
 
-def test_machines_that_are_too_small_are_told_so_and_larger_ones_may_come() -> None:
+def test_machines_that_are_too_small_wait_for_larger_ones() -> None:
     source = RandomSource(llama())
-    transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=2, distribution="auto"), codec="fp32"))
-    try:
-        for name in "ab":
-            made.add(name, memory_bytes=50_000)
+    with cluster(source, "a", "b", memory_bytes=50_000, distribution="auto", ready=False) as made:
         assert eventually(made.front.problems, what="a problem")
         for name in "cd":
             made.add(name)  # slower or not, these two are large enough
         assert made.front.wait_ready(300)
         assert made.text((1, 2, 3), 8) == source.greedy((1, 2, 3), 8)
-    finally:
-        made.front.close()
-        for name in list(made.stages):
-            made.remove(name)

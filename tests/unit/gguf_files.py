@@ -1,8 +1,8 @@
-"""GGUF files for tests, written with the `gguf` package: its table of names, and the converters' order of rows."""
+"""GGUF files for tests, written with the `gguf` package, and headers of tiny vocabularies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smolcluster.data.tokenizers import printable_bytes
 from smolcluster.models import GPTConfig
 from smolcluster.models.hugging_face import export_weights, family_of
+from smolcluster.serve.text.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN_TOKEN
+
+
+def random_weights(config: GPTConfig, *, seed: int = 0) -> dict[str, Tensor]:
+    """Return weights that all differ from their initial values."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: 0.1 * torch.randn(shape, generator=generator) + (1.0 if name.endswith("norm.weight") else 0.0)
+        for name, shape in config.shapes().items()
+    }
+
+
+def same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
+
 
 ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
@@ -95,3 +113,49 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+# Headers of tiny vocabularies
+
+MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def byte_level(*, markers: Sequence[str] = MARKERS, words: Sequence[str] = ("the", "in", "on")) -> dict[str, Any]:
+    """The header of a tiny vocabulary: markers, 256 bytes, and merges towards some words."""
+    letters = sorted(printable_bytes(), key=lambda letter: printable_bytes()[letter])
+    tokens, merges = [*markers, *letters], []
+    for word in words:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in tokens:
+                merges.append(f"{word[: end - 1]} {word[end - 1]}")
+                tokens.append(word[:end])
+    types = [CONTROL if token in markers else NORMAL for token in tokens]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.merges": merges,
+    }
+
+
+def pieces(*, markers: Sequence[str] = ("<s>", "</s>"), prefix: bool = True) -> dict[str, Any]:
+    """The same for sentencepiece."""
+    words = ["▁", *"abcdefghijklmnopqrstuvwxyz", "he", "ll", "▁he", "▁hell", "▁hello", "lo", "or", "▁w", "▁wor"]
+    tokens = ["<unk>", *markers, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    types = [UNKNOWN_TOKEN, *[CONTROL] * len(markers), *[BYTE] * 256, *[NORMAL] * len(words)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.scores": -np.arange(len(tokens), dtype=np.float32),
+        "tokenizer.ggml.add_space_prefix": prefix,
+    }
+
+
+def with_words(words: Sequence[str]) -> dict[str, Any]:
+    given_ = pieces()
+    types = [*given_["tokenizer.ggml.token_type"], *[NORMAL] * len(words)]
+    tokens = [*given_["tokenizer.ggml.tokens"], *words]
+    changed = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": np.array(types)}
+    return given_ | changed | {"tokenizer.ggml.scores": np.zeros(len(tokens), np.float32)}

@@ -25,6 +25,7 @@ SAID = "The quick brown fox jumps over the lazy dog. "
 class ByteText:
     vocab_size = 258
     stop_tokens = frozenset({END})
+    has_template = True
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         return list(text.encode())
@@ -138,7 +139,7 @@ def serving(
     engine: ScriptedEngine, *, http_limits: HttpLimits | None = None, place: Any = None, **limits: Any
 ) -> Iterator[int]:
     """The service on a free port of loopback; ended with the block."""
-    said = {"port": 0, "static": None, "limits": http_limits or HttpLimits(ending_s=1), **(place or {})}
+    said = {"port": 0, "limits": http_limits or HttpLimits(ending_s=1), **(place or {})}
 
     def serve(ready: Callable[[str], None], until: threading.Event) -> None:
         asyncio.run(http.serve(service_of(engine, **limits), http.HttpSettings(**said), ready=ready, until=until))

@@ -22,11 +22,11 @@ class Family:
     grouped_heads: bool = True
     names: Names
     transposed: tuple[str, ...] = ()  # endings of our modules
-    keys: Mapping[str, str]  # key of config.json -> field of ours; where two keys have one field, the last is read
-    defaults: Mapping[str, Any]  # what stands for a key that config.json leaves out
-    fields: Mapping[str, bool] = field(default_factory=dict)  # of our config, the same in every such model
-    choices: Mapping[str, tuple[Any, ...]]  # keys whose other values mean other arithmetic; the first is written
-    no_weights: str  # tensors that old files hold beside the weights
+    keys: Mapping[str, str]  # key of config.json -> field of ours; if two keys have one field, the last is read
+    defaults: Mapping[str, Any]  # of keys that config.json leaves out
+    fields: Mapping[str, bool] = field(default_factory=dict)  # of our config, fixed in this architecture
+    choices: Mapping[str, tuple[Any, ...]]  # supported values of keys that change the arithmetic; the first is written
+    no_weights: str  # regular expression of tensors that old files contain beside the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,6 @@ class Architecture:
 
     name: str  # `model.type` in a configuration
     config: type[DecoderConfig]
-    model: str  # module:class of an nn.Module that is made of such a config (protocols.py says what it offers)
+    model: str  # module:class of an nn.Module with this config as its only argument; see protocols.py
     families: tuple[Family, ...]
     layouts: tuple[GGUFLayout, ...]

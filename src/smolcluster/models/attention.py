@@ -35,7 +35,7 @@ def without_cudnn_attention() -> Iterator[None]:
     """Disable torch's cuDNN attention here, whatever the device.
 
     cuDNN builds a plan for every new length of the keys, 40 to 300 ms each on an H200; with a cache, each token is a new
-    length. The flag is the process's: where threads overlap, the choice may last longer or shorter, results do not change.
+    length. The flag is global: if threads overlap, it may change early or late, which affects speed only.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -44,7 +44,7 @@ from smolcluster.models.registry import ARCHITECTURES, fields_of
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 _HEADER_LIMIT_BYTES = 64 << 20  # vocabularies of 260,000 tokens take 10 MB
 _LARGEST = 1 << 31
-_CHUNK = 1 << 20  # weights that are unpacked at a time
+_CHUNK = 1 << 20  # weights unpacked at a time
 
 _SCALARS = {
     0: "<u1",
@@ -61,7 +61,7 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 
-# Of all types of tensors: a number in the file, a name for people, weights and bytes of a block.
+# Tensor types by their number in the file: name, weights and bytes of a block.
 _TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -98,7 +98,7 @@ class Stored:
 
     name: str
     kind: str
-    shape: tuple[int, ...]  # as torch has it: the file has it the other way round
+    shape: tuple[int, ...]  # in torch's order; the file has it reversed
     offset: int
     size: int
 
@@ -197,7 +197,7 @@ class _Cursor:
         self.data, self.at, self.end = data, 0, min(len(data), _HEADER_LIMIT_BYTES)
 
     def take(self, size: int, what: str) -> int:
-        """Where the next `size` bytes begin."""
+        """Skip `size` bytes and return their offset."""
         begin = self.at
         if size > self.end - begin:
             if self.end < len(self.data):
@@ -345,7 +345,7 @@ def _config(
         "norm_eps": given.fraction("attention.layer_norm_rms_epsilon" if rotary else "attention.layer_norm_epsilon"),
         "tie_head": "output.weight" not in tensors,
     }
-    # The sizes are held against the tensors, which are in the file, before a model of such a size is laid out.
+    # Compare the sizes with the tensors before anything of these sizes is described.
     blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
     _check_size("block_count", fields["num_layers"], len(blocks))
     check_depth(fields["num_layers"], len(tensors), where="block_count")
@@ -378,7 +378,7 @@ class _Given:
     def number(self, key: str, *, default: int | None = None) -> int:
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _LARGEST:
-            raise ValueError(f"{self._architecture}.{key} is {_short(value)}, which no model that is read here has")
+            raise ValueError(f"{self._architecture}.{key} is {_short(value)}, which is not supported")
         return value
 
     def fraction(self, key: str, *, default: float | None = None) -> float:
@@ -466,7 +466,7 @@ def _unpack_32(blocks: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[np.float
 
 
 def _unpack_k6(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Two halves of 128 weights; a half is four rows of 32 with their lower 4 bits in 64 bytes, upper 2 bits in 32 bytes."""
+    """Unpack two halves of 128 weights. A half is four rows of 32: lower 4 bits in 64 bytes, upper 2 bits in 32 bytes."""
     weights = np.empty((len(blocks), 2, 4, 32), np.float32)
     lower, upper = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 32)
     for row in range(4):
@@ -480,7 +480,7 @@ def _unpack_k6(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
 
 
 def _halves(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """The scales of blocks. Where these are numbers, so are the weights."""
+    """Return the scales of blocks. If they are finite, so are the weights."""
     return _finite(np.ascontiguousarray(packed).view("<f2").astype(np.float32))
 
 

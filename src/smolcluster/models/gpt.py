@@ -81,9 +81,9 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer = config, layer
-        # Of this rank, where they are shared out.
+        # Of this rank, if they are sharded.
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.gather: Callable[[Tensor], Tensor] | None = None  # of pieces of a sequence
+        self.gather: Callable[[Tensor], Tensor] | None = None  # keys and values, under context parallelism
         self.qkv = Linear(config.model_dim, config.qkv_dim, bias=bool(config.qkv_bias))
         # Over each head; the weight is the same for all.
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
@@ -182,8 +182,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
-        self.sequence_shards = 1  # the stream between blocks may be cut along T
-        self.piece = 0  # the tokens of a call may be a piece of a sequence, with as many before it
+        self.sequence_shards = 1  # sequence parallelism: the stream between blocks is sharded along T
+        self.piece = 0  # context parallelism: index of this rank's piece of each sequence
         self.by_region, self._call, self._hidden = False, call_block, hidden_states  # see `compile_blocks`
         self.token_embedding = Embedding(config.vocab_size, config.model_dim)
         learned = config.position == "learned"
@@ -197,7 +197,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, *, generator: torch.Generator | None = None) -> None:
-        """Matrices normal(0, 0.02), those that write to the residual stream smaller by 1/sqrt(2 L); biases 0, norms 1.
+        """Initialize matrices to normal(0, 0.02), those that write to the residual stream times 1/sqrt(2 L); biases 0, norms 1.
 
         This is GPT-2's scheme, used for both families. Learned positions take 0.02 too (OpenAI's own code has 0.01).
         """
@@ -216,7 +216,7 @@ class GPT(nn.Module):
         return self.lm_head
 
     def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
-        """Token embeddings, plus learned positions from `start` on."""
+        """Return token embeddings, plus learned positions from `start` on."""
         end = start + tokens_BT.size(1)
         if end > self.config.max_seq_len:
             limit = self.config.max_seq_len
@@ -276,18 +276,18 @@ class GPT(nn.Module):
         return self.head(x_BTD)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The mean over the targets that count. It does not call the module: forward hooks of its own are not run."""
+        """Return the mean over the targets that are not -100. Forward hooks of the GPT itself are not run."""
         return next_token_loss(self.head(self._hidden(self, tokens_BT)), targets_BT)
 
     def embed_pieces(self, tokens_N: Tensor, pieces: Sequence[CachedPiece]) -> Tensor:
-        """Token embeddings, plus learned positions, of pieces of many sequences (`ragged.py`)."""
+        """Return token embeddings, plus learned positions, of pieces of many sequences (`ragged.py`)."""
         x_ND: Tensor = self.token_embedding(tokens_N)
         if self.position_embedding is not None:
             x_ND = x_ND + self.position_embedding(positions(pieces, device=tokens_N.device))
         return x_ND
 
     def run_pieces(self, x_ND: Tensor, pieces: Sequence[CachedPiece]) -> Tensor:
-        """The blocks over pieces of many sequences (`ragged.py`)."""
+        """Run the blocks on pieces of many sequences (`ragged.py`)."""
         return run_pieces(self.blocks.children(), x_ND, pieces, config=self.config)
 
     @property
@@ -295,11 +295,11 @@ class GPT(nn.Module):
         return self.config.num_layers
 
     def stage(self, layers: range, *, first: bool, last: bool) -> GPT:
-        """Some of the layers, with the embedding before the first and the head behind the last. Weights are shared."""
+        """Return some of the layers, with the embedding if `first` and the head if `last`. Weights are shared."""
         return GPTStage(self, layers, first=first, last=last)
 
     def tensor_styles(self) -> TensorStyles:
-        """How this model is shared out along a tensor-parallel axis."""
+        """Return how the modules are sharded along a tensor-parallel axis."""
         config = self.config
         return {"styles": STYLES, "fused": fused(config), "must_divide": must_divide(config)}
 
@@ -314,7 +314,7 @@ class GPT(nn.Module):
     def cut_sequence(self, piece: int, gather: Callable[[Tensor], Tensor]) -> None:
         """Adapt to inputs that are equal pieces of sequences, of which this is the `piece`-th.
 
-        `gather` takes B x H x T x E of this piece, for any H, and gives those of all tokens from the first to the last of it.
+        `gather` takes B x H x T x E of this piece, for any H, and returns those of all tokens up to the last of this piece.
         """
         self.piece = piece
         for block in self.modules():
@@ -322,7 +322,7 @@ class GPT(nn.Module):
                 block.gather = gather
 
     def new_cache(self, batch: int, max_len: int, *, dtype: torch.dtype | None = None) -> KVCache:
-        """An empty cache. It takes the device of the weights, and the type that attention computes in here."""
+        """Return an empty cache, on the device of the weights and in the dtype of attention: under autocast, autocast's."""
         weight = self.token_embedding.weight
         device = weight.device
         if dtype is None:
@@ -345,9 +345,9 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The prompt followed by `max_new_tokens` sampled tokens. Temperature 0 takes the likeliest token.
+        """Return the prompt followed by `max_new_tokens` sampled tokens. Temperature 0: greedy.
 
-        When the context is full, the newer half of it is read again and generation goes on from there.
+        When the context is full, its newer half is prefilled again and generation continues from there.
         """
         if tokens_BT.size(1) == 0:
             raise ValueError("generate needs a prompt of at least one token")
@@ -384,7 +384,7 @@ class GPTStage(GPT):
         if first:
             self.token_embedding = whole.token_embedding
         elif last and whole.lm_head is None:
-            # A tied head that is far from the embedding: a weight of its own, of the same value.
+            # A tied head on another stage than the embedding: a copy of the weight.
             self.token_embedding = Embedding(whole.config.vocab_size, whole.config.model_dim, device="meta")
             self.token_embedding.weight = nn.Parameter(whole.token_embedding.weight.detach().clone())
         self.position_embedding = whole.position_embedding if first else None
@@ -401,14 +401,14 @@ class GPTStage(GPT):
 
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross entropy over the targets that are not -100, in fp32 at least."""
+    """Return the mean cross entropy over the targets that are not -100, in fp32 or wider."""
     logits = logits_BTV.flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=-100)
 
 
 def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One token per sequence, B x 1."""
+    """Return one token per sequence, B x 1."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)
     if top_k is not None:

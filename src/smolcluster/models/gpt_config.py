@@ -44,7 +44,7 @@ class GPTConfig:
 
     @classmethod
     def llama(cls, **shape: Any) -> GPTConfig:
-        """The parts of Llama for the given shape. Qwen2 adds `qkv_bias=True`; a large model sets `tie_head=False`."""
+        """Return a configuration with the parts of Llama. Qwen2 adds `qkv_bias=True`; a large model sets `tie_head=False`."""
         parts: dict[str, Any] = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
         return cls(**(parts | shape))
 

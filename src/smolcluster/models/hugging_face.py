@@ -36,6 +36,7 @@ from smolcluster.models.parts import (
     part_of,
     their_names,
     their_shapes,
+    type_name,
 )
 from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import ARCHITECTURES, architecture_of
@@ -72,10 +73,10 @@ def export_config(config: DecoderConfig, *, dtype: torch.dtype = torch.float32) 
         "model_type": family.model_type,
         **{key: getattr(config, name) for key, name in family.keys.items()},
         **{key: values[0] for key, values in family.choices.items()},
-        # Their defaults are tokens of their own tokenizers: here they would stop a text in its middle.
+        # The defaults of `transformers` are tokens of its own tokenizers, and would stop a text early.
         "bos_token_id": None,
         "eos_token_id": None,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": type_name(dtype),
     }
 
 
@@ -152,7 +153,8 @@ def load(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
 
 
 class Folder:
-    """A model on disk whose parts can be read. Opening it reads headers only and checks all names and shapes."""
+    """A model on disk whose parts can be read. Opening it reads headers only and checks all names and shapes; `load` checks
+    the values."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)
@@ -163,9 +165,19 @@ class Folder:
             raise ValueError(f"{self.path / CONFIG}: {error}") from error
         self._places = _find_weights(self.path)
         try:
-            self._weights = Weights(self.config, {name: shape for name, (_, shape) in self._places.items()})
+            self._check_names()
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
+
+    def _check_names(self) -> None:
+        self._family = family = family_of(self.config)
+        self._stored = names = _full_names(family, self._places)
+        embedding, head = f"{family.names['token_embedding'][0]}.weight", "lm_head.weight"
+        # A tied head may be stored as well.
+        self._twins = (embedding, head) if self.config.tie_head and {embedding, head} <= names.keys() else None
+        found = {name: self._places[stored][1] for name, stored in names.items() if not (self._twins and name == head)}
+        check_depth(self.config.num_layers, len(found), where=CONFIG)
+        check_shapes(found, their_shapes(family.names, self.config, transposed=family.transposed))
 
     @property
     def files(self) -> list[Path]:
@@ -182,19 +194,20 @@ class Folder:
         device: torch.device | str = "cpu",
     ) -> dict[str, Tensor]:
         """Return the parameters of a part of the model (parts.py), under our names. `dtype` None: as stored."""
-        names = part_of(self._weights.ours, self.config, layers, first=first, last=last)
+        names = part_of(self.config.shapes(), self.config, layers, first=first, last=last)
         with contextlib.ExitStack() as stack:
             opened: dict[Path, Any] = {}
 
-            def read(name: str) -> Tensor:
-                path = self._places[name][0]
+            def read(their: str) -> Tensor:
+                stored = self._stored[their]
+                path = self._places[stored][0]
                 if path not in opened:
                     opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                tensor: Tensor = opened[path].get_tensor(name)
+                tensor: Tensor = opened[path].get_tensor(stored)
                 return tensor
 
             def parameter(name: str) -> Tensor:
-                tensor = self._weights.read(name, read)
+                tensor = self._joined(name, read)
                 return (tensor if dtype is None else cast(name, tensor, dtype)).to(device)
 
             try:
@@ -203,36 +216,21 @@ class Folder:
             except (ValueError, SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path}: {error}") from error
 
-
-class Weights:
-    """Hugging Face's tensors by our names. Names and shapes are checked at construction, values when they are read."""
-
-    def __init__(self, config: DecoderConfig, stored: Mapping[str, Shape]) -> None:
-        self._family = family = family_of(config)
-        self._stored = names = _full_names(family, stored)
-        embedding, head = f"{family.names['token_embedding'][0]}.weight", "lm_head.weight"
-        # A tied head may be in the file all the same.
-        self._twins = (embedding, head) if config.tie_head and {embedding, head} <= names.keys() else None
-        found = {name: stored[place] for name, place in names.items() if not (self._twins and name == head)}
-        check_depth(config.num_layers, len(found), where=CONFIG)
-        self.ours = list(config.shapes())
-        check_shapes(found, their_shapes(family.names, config, transposed=family.transposed))
-
-    def read(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """Return one of our parameters, in new memory. `read` returns a stored tensor."""
+    def _joined(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """Return one of our parameters, in new memory. `read` returns a tensor of theirs."""
         transposed = is_under(name, self._family.transposed)
         pieces = []
         for their in their_names(self._family.names, name):
-            piece = read(self._stored[their])
+            piece = read(their)
             check_values(their, piece)
-            if self._twins and their == self._twins[0] and not torch.equal(piece, read(self._stored[self._twins[1]])):
+            if self._twins and their == self._twins[0] and not torch.equal(piece, read(self._twins[1])):
                 raise ValueError(f"{CONFIG} says that the head is tied, but {self._twins[1]} differs from {their}")
             pieces.append(piece.t() if transposed else piece)
         return torch.cat(pieces)
 
 
 def _full_names(family: Family, stored: Iterable[str]) -> dict[str, str]:
-    """Full names, for those under which weights are stored: the released GPT-2 leaves the prefix out."""
+    """Return the stored names by full names: the released GPT-2 leaves the prefix out."""
     stored = list(stored)
     if family.model_type == "gpt2" and not any(name.startswith("transformer.") for name in stored):
         names = {name if name == "lm_head.weight" else f"transformer.{name}": name for name in stored}

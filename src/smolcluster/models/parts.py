@@ -19,11 +19,11 @@ from smolcluster.models.protocols import DecoderConfig
 
 Shape = tuple[int, ...]
 MAX_LAYERS = 4096  # no model has nearly as many
-_CHUNK = 1 << 20  # weights that are looked at at a time: all at once they would be in memory three times
+_CHUNK = 1 << 20  # weights checked at a time: all at once would be in memory three times
 
 
 def vocabulary(found: Mapping[str, Shape]) -> int | None:
-    """Return the rows of the token embedding, or None where there is none."""
+    """Return the rows of the token embedding, or None if there is none."""
     embedding = found.get("token_embedding.weight", ())
     return embedding[0] if len(embedding) == 2 else None
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def positions(pieces: Iterable[CachedPiece], *, device: torch.device) -> Tensor:
-    """Of each of the N tokens."""
+    """Return the position of each of the N tokens."""
     return torch.tensor([at for piece in pieces for at in range(piece.start, piece.start + piece.count)], device=device)
 
 
@@ -41,7 +41,7 @@ def positions(pieces: Iterable[CachedPiece], *, device: torch.device) -> Tensor:
 def run_pieces(
     blocks: Iterable[nn.Module], x_ND: Tensor, pieces: Sequence[CachedPiece], *, config: GPTConfig
 ) -> Tensor:
-    """Some of the blocks, in order. The i-th of them reads and writes the i-th layer of the caches."""
+    """Run the blocks in order. The i-th reads and writes the i-th layer of the caches."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     rope = rope_at(config, positions(pieces, device=x_ND.device))
     counts = [piece.count for piece in pieces]
@@ -76,17 +76,17 @@ class Passage:
         self.values = cache[:, 1, None, :, :end].unbind(0)
         self.mask_TS: Tensor | None = None
         if start > 0 and piece.count > 1:
-            # Added to the scores. A mask of booleans would be turned into this one again in every layer.
+            # Added to the scores. A boolean mask would be converted to this one in every layer.
             whole = torch.full((piece.count, end), float("-inf"), dtype=dtype, device=cache.device)
             self.mask_TS = whole.triu(start + 1)
 
     def attend(self, layer: int, q_THE: Tensor, kv: Tensor) -> Tensor:
-        """Store the keys and values of the new tokens; T x D of what these see."""
+        """Store the keys and values of the new tokens, and return their attention output, T x D."""
         self.new[layer].copy_(kv.transpose(0, 1))
         keys, values = self.keys[layer], self.values[layer]
         if len(q_THE) > 1:
             y_1HTE = attend(q_THE.transpose(0, 1)[None], keys, values, mask_TS=self.mask_TS, cached=True)
             return y_1HTE[0].transpose(0, 1).flatten(1)
-        # One token sees all: the G query heads of a key head may stand as G tokens, and each key is read once for them.
+        # One token attends to all: the G query heads of a key head are passed as G tokens, so that each key is read once.
         q_1KGE = q_THE.view(1, keys.size(1), -1, keys.size(3))
         return F.scaled_dot_product_attention(q_1KGE, keys, values).reshape(1, -1)

@@ -29,5 +29,5 @@ class SimpleNN(nn.Module):
         return logits
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy, in fp32."""
+        """Return the mean cross entropy, in fp32."""
         return F.cross_entropy(self(images).float(), labels)

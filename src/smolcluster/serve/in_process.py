@@ -28,7 +28,7 @@ CHUNK = 512  # prompt tokens in one step
 
 
 class InProcessEngine:
-    """An `Engine` with all layers."""
+    """An `Engine` that has all layers itself."""
 
     def __init__(self, source: ModelSource, *, device: torch.device, dtype: torch.dtype) -> None:
         config, layers = source.config, range(source.config.num_layers)

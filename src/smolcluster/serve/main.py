@@ -222,7 +222,6 @@ def _front(
                 model_name=client_model_name(options.model),
                 defaults=defaults,
                 limits=service_limits(options),
-                chats=text.has_template,
                 openings=source.openings(),
             ),
         )

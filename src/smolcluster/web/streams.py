@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from smolcluster.web.bodies import ClientGone
@@ -52,9 +52,9 @@ def event_stream(
     return EventStream()
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`. Raises ClientGone, with the work cancelled, when the client disconnects."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(until_disconnected(receive))
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(until_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

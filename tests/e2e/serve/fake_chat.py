@@ -17,14 +17,15 @@ import json
 import secrets
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
-import smolcluster.serve
+from tests.server_thread import served
 
-STATIC = Path(smolcluster.serve.__file__).parent / "static"
+from smolcluster.serve.http.api import STATIC
+from smolcluster.web import server
+
 STORY = """Here is a **short** answer.
 
 - one
@@ -257,33 +258,18 @@ def pieces(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def serving(fake: Fake, *, port: int = 0) -> Iterator[Fake]:
-    """On a loopback port, in a thread of this process."""
-    import socket
+    """Serve on a loopback port, in a thread of this process."""
 
-    import uvicorn
-
-    listener = socket.create_server(("127.0.0.1", port))
-    fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    options: dict[str, Any] = {"lifespan": "off", "loop": "asyncio", "ws": "none", "log_config": None}
-    server = uvicorn.Server(uvicorn.Config(fake.app(), **options, access_log=False, timeout_graceful_shutdown=1))
-    started = threading.Event()
-
-    async def run() -> None:
-        serve = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started and not serve.done():
-            await asyncio.sleep(0.005)
-        started.set()
-        await serve
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()), name="fake-chat")
-    thread.start()
-    try:
-        assert started.wait(300)
-        yield fake
-    finally:
+    async def closing() -> None:
         fake._ended = True
         fake.go.set()
-        server.should_exit = True
-        thread.join(300)
-        listener.close()
-        fake._ended = False
+
+    def serve(ready: Callable[[str], None], until: threading.Event) -> None:
+        with contextlib.closing(server.listen("127.0.0.1", [port])) as listener:
+            url = server.url_of(listener, None)
+            asyncio.run(server.serve(fake.app(), listener, ready=lambda: ready(url), closing=closing, until=until))
+
+    with served(serve) as number:
+        fake.url = f"http://127.0.0.1:{number}"
+        yield fake
+    fake._ended = False

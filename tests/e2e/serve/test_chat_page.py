@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from tests.e2e.browser import CHROMIUM, chromium, lone_page, pages, until
 from tests.e2e.serve.fake_chat import (
-    STATIC,
     STORY,
     Fake,
     break_off,
@@ -639,7 +638,7 @@ def test_before_the_real_service(lone: Any) -> None:
     """Nothing that the page sends is refused, and what the service sends is understood; with a key, as beyond loopback."""
     key = "a-key-for-the-test"
     page, engine = lone, ScriptedEngine()
-    with scripted(engine, place={"static": STATIC, "key": key}) as port:
+    with scripted(engine, place={"key": key}) as port:
         page.goto(f"http://127.0.0.1:{port}/#key={key}")
         ready(page)
         assert page.inner_text("#name") == "tiny"

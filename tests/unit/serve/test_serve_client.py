@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.serve.fake_chat import STORY, Fake, break_off, err, pieces, refuse, serving
@@ -20,6 +21,7 @@ from tests.places import eventually
 from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
 
+from smolcluster.cli import main
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.serve.client.http import ServerClient, ServerFailed
 from smolcluster.serve.client.terminal import Chat, TerminalText, print_pieces, read_all
@@ -84,7 +86,7 @@ def test_a_completion_streamed_or_whole(fake: Fake) -> None:
     assert {body["prompt"] for body in fake.bodies} == {"Once"}
 
 
-def test_closing_it_lets_the_server_know(fake: Fake) -> None:
+def test_closing_the_generator_closes_the_connection(fake: Fake) -> None:
     fake.hold_at = 2
     found = ServerClient(fake.url).chat(ASKED, options={})
     assert next(found).text == "Here"
@@ -140,7 +142,7 @@ def test_a_key(fake: Fake) -> None:
         ServerClient(fake.url, key="two\r\nlines: x")
 
 
-def test_nobody_there() -> None:
+def test_a_refused_connection_names_the_command() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(
@@ -152,7 +154,7 @@ def test_nobody_there() -> None:
 @pytest.mark.parametrize(
     "url", ["ftp://x", "http://", "http://x:99999", "http://[::1", "http://a b/", "http://me:secret@x", "http://a\nb"]
 )
-def test_no_address(url: str) -> None:
+def test_invalid_addresses(url: str) -> None:
     with pytest.raises(UserError, match="address") as raised:
         ServerClient(url)
     assert "secret" not in str(raised.value)
@@ -163,7 +165,7 @@ def test_ways_to_write_an_address(fake: Fake, url: str) -> None:
     assert ServerClient(url.format(fake.url.removeprefix("http://"))).models() == ["smollm2"]
 
 
-def test_what_is_no_server_of_models() -> None:
+def test_answers_of_other_servers() -> None:
     page = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\n\r\n<html>"
     with answering(page) as url, pytest.raises(ServerFailed, match=r"invalid answer|lost the connection"):
         ServerClient(url).models()
@@ -203,7 +205,7 @@ def test_what_is_no_server_of_models() -> None:
         (["\ud83d"], ""),
     ],
 )
-def test_nothing_steers_the_terminal(given: list[str], shown: str | None) -> None:
+def test_escape_sequences_are_removed(given: list[str], shown: str | None) -> None:
     filtered = TerminalText()
     found = "".join(map(filtered.push, given)) + filtered.flush()
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", found)
@@ -211,7 +213,7 @@ def test_nothing_steers_the_terminal(given: list[str], shown: str | None) -> Non
         assert found == shown
 
 
-def test_every_way_to_cut_it(fake: Fake) -> None:
+def test_escape_sequences_are_removed_wherever_pieces_end(fake: Fake) -> None:
     text = "one \x1b[1;31mtwo\x1b[0m three\x1b[K"
     for at in range(len(text) + 1):
         for then in range(at, len(text) + 1):
@@ -220,7 +222,7 @@ def test_every_way_to_cut_it(fake: Fake) -> None:
             assert "".join(map(filtered.push, parts)) + filtered.flush() == "one two three"
 
 
-def test_a_terminal_that_knows_few_letters(fake: Fake) -> None:
+def test_characters_outside_the_terminals_encoding(fake: Fake) -> None:
     fake.words = ["naïve ", "日本"]
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     print_pieces(ServerClient(fake.url).chat(ASKED, options={}), out)
@@ -266,7 +268,7 @@ def test_a_model_without_a_template_continues_the_text(fake: Fake) -> None:
     assert chat.system == ""
 
 
-def test_a_start_is_waited_for(fake: Fake) -> None:
+def test_wait_ready(fake: Fake) -> None:
     fake.tell(ready=False)
     told: list[str] = []
 
@@ -318,14 +320,14 @@ def test_commands(fake: Fake, tmp_path: Path) -> None:
         ('/save "a" "b', '"a" "b is not a file name: no closing quotation'),
     ],
 )
-def test_mistakes_are_told_and_the_conversation_goes_on(fake: Fake, line: str, words: str) -> None:
+def test_invalid_commands_do_not_end_the_conversation(fake: Fake, line: str, words: str) -> None:
     status, out, _ = talk(fake, line, "/quit")
     assert status == 0
     assert words in out
     assert fake.bodies == []
 
 
-def test_a_failure_is_told_and_can_be_retried(fake: Fake) -> None:
+def test_a_failed_request_can_be_retried(fake: Fake) -> None:
     fake.words = ["fine"]
     fake.next.extend([refuse(503, "layers 3-5 are on no machine", retry_after="5"), break_off(0)])
     status, out, chat = talk(fake, "hello", "/retry", "/retry")
@@ -335,7 +337,7 @@ def test_a_failure_is_told_and_can_be_retried(fake: Fake) -> None:
     assert [m["role"] for m in chat.messages] == ["user", "assistant"]
 
 
-def test_a_question_that_is_refused_is_taken_back(fake: Fake) -> None:
+def test_a_rejected_message_is_removed(fake: Fake) -> None:
     fake.words = ["fine"]
     fake.next.append(refuse(400, "messages: 201 tokens; the model's context is 128"))
     status, out, chat = talk(fake, "much too long", "hi")
@@ -354,46 +356,37 @@ def test_ctrl_c_twice_leaves(fake: Fake) -> None:
 
 # The commands
 
-MAIN = """
-import sys, typer
-from smolcluster.cli import chat, generate
-from smolcluster.cli.ending import tell
-from smolcluster.errors import SmolclusterError
-app = typer.Typer()
-app.command("chat", epilog=chat.EXAMPLES)(chat.chat)
-app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
-try:
-    status = app(standalone_mode=False)
-except SmolclusterError as error:
-    status = tell(error)
-sys.exit(status)
-"""
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+    """Run a command with this text in its standard input; return exit status, output and errors."""
+
+    def run(*arguments: str, text: str = "", **env: str) -> tuple[Any, str, str]:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
-def command(*arguments: str, text: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", MAIN, *arguments]
-    environment = os.environ | {"PYTHONIOENCODING": "utf-8"} | env
-    return subprocess.run(
-        command, input=text, capture_output=True, encoding="utf-8", timeout=300, env=environment, check=False
-    )
-
-
-def test_a_question_through_a_pipe(fake: Fake) -> None:
+def test_a_question_through_a_pipe(fake: Fake, command: Callable[..., Any]) -> None:
     fake.words = ["\x1b[1mbold\x1b", "[0m ", "words"]
-    done = command("chat", fake.url, "--system", "Be brief.", "--max-tokens", "7", text="Why?\nBecause?\n")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "bold words\n", "")
+    asked = ("chat", fake.url, "--system", "Be brief.", "--max-tokens", "7")
+    assert command(*asked, text="Why?\nBecause?\n") == (0, "bold words\n", "")
     assert [m["content"] for m in fake.bodies[0]["messages"]] == ["Be brief.", "Why?\nBecause?"]
     assert fake.bodies[0]["max_tokens"] == 7
 
 
-def test_a_pipe_into_a_model_without_a_template(fake: Fake) -> None:
+def test_a_pipe_into_a_model_without_a_template(fake: Fake, command: Callable[..., Any]) -> None:
     fake.chat, fake.words = False, [" upon a time"]
-    done = command("chat", fake.url, text="Once\n")
-    assert (done.returncode, done.stdout, done.stderr) == (0, " upon a time\n", "")
+    assert command("chat", fake.url, text="Once\n") == (0, " upon a time\n", "")
     assert fake.bodies[0]["prompt"] == "Once"
-    done = command("chat", fake.url, "--system", "Be brief.", text="Once\n")
-    assert (done.returncode, len(fake.bodies)) == (2, 1)
-    assert "--system has no effect: this model has no chat template" in done.stderr
+    status, _, err = command("chat", fake.url, "--system", "Be brief.", text="Once\n")
+    assert (status, len(fake.bodies)) == (2, 1)
+    assert "--system has no effect: this model has no chat template" in err.replace("\n", " ")
 
 
 @pytest.mark.parametrize("asked", [("chat",), ("generate", "Once", "--url")])
@@ -401,7 +394,7 @@ def test_commands_wait_for_stages_that_are_starting(fake: Fake, asked: tuple[str
     fake.tell(ready=False)
     fake.words = ["yes"]
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", MAIN, *asked, fake.url]
+    command = [sys.executable, "-m", "smolcluster", *asked, fake.url]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         process.stdin.write("Once\n")
         process.stdin.close()
@@ -413,22 +406,22 @@ def test_commands_wait_for_stages_that_are_starting(fake: Fake, asked: tuple[str
     assert (process.returncode, out, err) == (0, "yes\n", "")
 
 
-def test_a_model_in_place_of_the_address(tmp_path: Path) -> None:
-    done = command("chat", str(tmp_path), text="Why?\n")
-    assert done.returncode == 2
-    assert f"for a model: smolcluster serve {tmp_path}, then: smolcluster chat" in done.stderr.replace("\n", "")
+def test_a_model_in_place_of_the_address(tmp_path: Path, command: Callable[..., Any]) -> None:
+    status, _, err = command("chat", str(tmp_path), text="Why?\n")
+    assert status == 2
+    assert f"for a model: smolcluster serve {tmp_path}, then: smolcluster chat" in err.replace("\n", "")
 
 
-def test_generate(fake: Fake) -> None:
+def test_generate(fake: Fake, command: Callable[..., Any]) -> None:
     fake.key, fake.words = "a-key-for-the-test", [" upon", " a time"]
     options = ("--url", fake.url, "--temperature", "0", "--seed", "3", "--stop", "x", "--stop", "y")
-    done = command("generate", "Once", *options, SMOLCLUSTER_API_KEY=fake.key)
-    assert (done.returncode, done.stdout, done.stderr) == (0, " upon a time\n", "")
+    assert command("generate", "Once", *options, SMOLCLUSTER_API_KEY=fake.key) == (0, " upon a time\n", "")
     sent = {k: fake.bodies[0][k] for k in ("prompt", "temperature", "seed", "stop", "model", "stream")}
     expected = {"prompt": "Once", "temperature": 0, "seed": 3, "stop": ["x", "y"], "model": "smollm2", "stream": True}
     assert sent == expected
-    done = command("generate", "-", "--url", fake.url, "--no-stream", "--key", fake.key, text="There was\n")
-    assert (done.stdout, fake.bodies[1]["prompt"], "stream" in fake.bodies[1]) == (" upon a time\n", "There was", False)
+    whole = ("generate", "-", "--url", fake.url, "--no-stream", "--key", fake.key)
+    assert command(*whole, text="There was\n") == (0, " upon a time\n", "")
+    assert (fake.bodies[1]["prompt"], "stream" in fake.bodies[1]) == ("There was", False)
 
 
 @pytest.mark.parametrize(
@@ -441,14 +434,14 @@ def test_generate(fake: Fake) -> None:
         (("generate", "x", "--url", "ftp://x"), "is not the address of a server"),
     ],
 )
-def test_mistakes_end_with_two(arguments: tuple[str, ...], words: str) -> None:
-    done = command(*arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_end_with_two(arguments: tuple[str, ...], words: str, command: Callable[..., Any]) -> None:
+    status, _, err = command(*arguments)
+    assert status == 2
+    assert words in err
+    assert "Traceback" not in err
 
 
-def test_a_question_that_is_no_text_is_told() -> None:
+def test_standard_input_that_is_not_text() -> None:
     with pytest.raises(UserError, match=r"the question is not utf-8 text: .* at byte 0"):
         read_all(io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"), what="the question")
 
@@ -461,7 +454,7 @@ def test_in_a_terminal(fake: Fake) -> None:
     fake.words, fake.hold_at = pieces("one two three four"), 2
     main, side = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "chat", fake.url],
+        [sys.executable, "-m", "smolcluster", "chat", fake.url],
         stdin=side,
         stdout=side,
         stderr=side,

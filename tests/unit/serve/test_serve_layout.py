@@ -60,7 +60,7 @@ def check(layout: StageLayout, layers: int = 12) -> None:
     assert len(set(machines)) == len(machines)
 
 
-def test_evenly_as_said_and_by_speed() -> None:
+def test_layers_are_split_evenly_as_given_or_by_speed() -> None:
     machines = offers("a", "b", "c")
     assert shape(plan(LayoutOptions(stages=3), machines, sizes())) == [(4, ("a",)), (4, ("b",)), (4, ("c",))]
     assert [n for n, _ in shape(plan(LayoutOptions(stages=3), machines, sizes(11)))] == [4, 4, 3]
@@ -87,7 +87,7 @@ def test_processes_on_one_host_have_its_memory_once(distribution: Any) -> None:
         assert [n for n, _ in shape(plan(wish, enough, sizes()))] == [6, 6]
 
 
-def test_replicas_and_those_who_take_over_share_it_too() -> None:
+def test_replicas_and_takeovers_count_shared_memory() -> None:
     room = {name: replace(offer(name, host="box"), shared_bytes=36 << 20) for name in "abc"}  # for two of 14 MB
     layout = plan(LayoutOptions(stages=1, replicas=3), room, sizes())
     assert (shape(layout), layout.spares) == ([(12, ("a", "b"))], ("c",))
@@ -128,7 +128,7 @@ def test_by_speed_the_slowest_are_spares_and_memory_counts() -> None:
 
 
 @pytest.mark.parametrize("distribution", [None, (6, 6)])
-def test_a_share_that_does_not_fit_is_told_with_its_machine(distribution: tuple[int, ...] | None) -> None:
+def test_a_share_that_does_not_fit_names_its_machine(distribution: tuple[int, ...] | None) -> None:
     machines = {"a": offer("a"), "b": offer("b", memory=5 * (1 << 20))}
     with pytest.raises(UserError, match=r"b has 0.01 GB, and layers 6 to 11 need 0.01 GB, .*: add machines"):
         plan(LayoutOptions(stages=2, distribution=distribution), machines, sizes())
@@ -182,7 +182,7 @@ def test_neighbours_without_room_take_what_they_can() -> None:
     assert left.stages[1].machines == ()
 
 
-def test_when_layers_are_on_no_machine_all_are_dealt_out_anew() -> None:
+def test_layers_on_no_machine_are_replanned() -> None:
     """One that held everything is gone; those that come hold half of it each."""
     there = {**offers("large"), **offers("b", "c", memory=9.5 * (1 << 20))}
     wish = LayoutOptions(stages=2)
@@ -195,7 +195,7 @@ def test_when_layers_are_on_no_machine_all_are_dealt_out_anew() -> None:
     assert shape(replan(layout, wish, there, sizes())) == [(6, ("b",)), (6, ("c",))]
 
 
-def test_dealt_out_anew_in_fewer_stages_where_machines_are_few() -> None:
+def test_replanning_uses_fewer_stages_for_few_machines() -> None:
     """Neighbours that could not take all of it can if those beyond them take some."""
     there = offers("a", "b", "c", memory=9.5 * (1 << 20))
     wish = LayoutOptions(stages=3, distribution=(2, 6, 4))
@@ -204,7 +204,7 @@ def test_dealt_out_anew_in_fewer_stages_where_machines_are_few() -> None:
     assert shape(replan(layout, wish, there, sizes())) == [(6, ("a",)), (6, ("b",))]
 
 
-def test_one_that_could_not_hold_its_layers_is_given_less() -> None:
+def test_a_machine_that_failed_to_load_gets_fewer_layers() -> None:
     machine = reduce_offer(offer("a"), range(6), sizes())
     layout = StageLayout((PlacedStage(range(12), ()),))
     assert not fits("a", range(6), layout, {"a": machine}, sizes())
@@ -212,7 +212,7 @@ def test_one_that_could_not_hold_its_layers_is_given_less() -> None:
     assert reduce_offer(machine, range(12), sizes()) == machine
 
 
-def test_wishes_that_cannot_be() -> None:
+def test_impossible_layout_options() -> None:
     with pytest.raises(UserError, match="--stages 13: the model has 12 layers"):
         check_options(LayoutOptions(stages=13), num_layers=12)
     for wrong in ((6, 5), (12,), (12, 0), (6, 3, 3)):

@@ -16,7 +16,7 @@ import pytest
 from tests.unit.scripted_engine import ScriptedEngine, service_of
 
 from smolcluster.engine import identity
-from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.errors import SmolclusterError
 from smolcluster.serve import main as life
 from smolcluster.serve.engine import local
 from smolcluster.serve.http import server as http
@@ -39,28 +39,19 @@ SCRIPTS = Path(__file__).parents[3] / "scripts" / "inference"
         ({"stages": 3, "workers": 1, "listen": "0.0.0.0:65433"}, 3, 1, 1, None),
     ],
 )
-def test_how_many_processes_there_are_to_be(
-    said: dict[str, Any], stages: int, replicas: int, workers: int, distribution: Any
-) -> None:
+def test_stage_counts(said: dict[str, Any], stages: int, replicas: int, workers: int, distribution: Any) -> None:
     shape = count_stages(ServeOptions(model="m", **said))
     assert shape == StageCounts(stages=stages, replicas=replicas, workers=workers, distribution=distribution)
     assert shape.missing == stages * replicas - workers
 
 
-def test_too_few_without_others_who_could_come() -> None:
-    with pytest.raises(UserError, match=r"--workers 1 is too few for 2 stage\(s\) of 1: .*--listen"):
-        count_stages(ServeOptions(model="m", stages=2, workers=1))
-    with pytest.raises(UserError, match="give the number of layers of each stage"):
-        count_stages(ServeOptions(model="m", layers="10;10"))
-
-
 @pytest.mark.parametrize(("concurrency", "sequences", "requests"), [(1, 64, 128), (32, 64, 128), (500, 1000, 1000)])
-def test_what_is_answered_at_once_is_also_let_in(concurrency: int, sequences: int, requests: int) -> None:
+def test_service_limits_admit_the_concurrency(concurrency: int, sequences: int, requests: int) -> None:
     limits = service_limits(ServeOptions(model="m", concurrency=concurrency))
     assert (limits.sequences, limits.requests) == (sequences, requests)
 
 
-def test_every_local_stage_is_told_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_stages_get_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that they spread over the GPUs of the machine."""
     commands: list[list[str]] = []
     started = threading.Semaphore(0)
@@ -83,7 +74,7 @@ def test_every_local_stage_is_told_its_place(monkeypatch: pytest.MonkeyPatch) ->
     assert all(command[-2:] == ["--device", "cuda"] for command in commands)
 
 
-def test_one_that_cannot_be_started_now_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_cannot_be_started_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there is no memory for another process for a while."""
     tries: list[int] = []
     gave_up: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -101,7 +92,7 @@ def test_one_that_cannot_be_started_now_is_tried_again(monkeypatch: pytest.Monke
     stages.close()
 
 
-def test_one_that_ends_when_the_end_is_expected_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stage_is_restarted_after_stop_restarting(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     there = threading.Semaphore(0)
 
@@ -151,7 +142,7 @@ def test_the_scripts_are_the_commands() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_what_is_in_the_way_of_our_own_stages_ends_it(alone: bool) -> None:
+def test_failed_local_stages_end_the_server_unless_others_may_join(alone: bool) -> None:
     """Where others may come, it goes on without them."""
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
@@ -177,7 +168,7 @@ def test_names_by_which_a_server_may_be_opened(monkeypatch: pytest.MonkeyPatch) 
         assert names_here(bind) == ("mini1.example.org", "mini1", "mini1.local")
 
 
-def test_machines_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_machines_of_one_name_have_different_identities(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "raspberrypi")
     names = set()
     for number in (1, 2, 2):

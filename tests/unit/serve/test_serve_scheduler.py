@@ -96,7 +96,7 @@ def serve(scheduler: Scheduler, machines: Machines) -> list[SentBatch]:
     return seen
 
 
-def test_a_batch_of_a_machine_that_was_away_is_not_waited_for() -> None:
+def test_batches_of_a_lost_machine_are_dropped() -> None:
     """It comes back under its old name, and has forgotten everything."""
     scheduler, told = Scheduler(routes=TWO), Told()
     scheduler.submit(ask(1, 2, 3), told)
@@ -123,7 +123,7 @@ def test_one_sequence() -> None:
     assert (scheduler.running, scheduler.waiting, scheduler.in_flight) == (0, 0, {})
 
 
-def test_a_stop_token_ends_it_and_is_not_told() -> None:
+def test_a_stop_token_ends_the_sequence_and_is_not_delivered() -> None:
     scheduler, told = Scheduler(routes=TWO), Told()
     stop = alone(ask(5, max_tokens=2))[1]
     scheduler.submit(ask(5, max_tokens=9, stop_tokens=frozenset({stop})), told)
@@ -132,7 +132,7 @@ def test_a_stop_token_ends_it_and_is_not_told() -> None:
     assert (told[-1].token, told.finish) == (-1, "stop")
 
 
-def test_how_to_choose_is_said_once_with_all_that_came_before() -> None:
+def test_the_sampling_state_is_sent_once_with_its_history() -> None:
     scheduler = Scheduler(SchedulerLimits(chunk=2), routes=TWO)
     scheduler.submit(ask(1, 2, 3), Told())
     scheduler.submit(ask(4, 5, sampling=SamplingParams(frequency_penalty=0.5)), Told())
@@ -168,7 +168,7 @@ def test_a_prompt_goes_in_chunks_that_follow_each_other() -> None:
     assert [(row.start, row.count) for row in scheduler.next_batch(now=0.0).rows] == [(12, 4)]  # type: ignore[union-attr]
 
 
-def test_tokens_of_many_go_together_as_many_batches_as_stages_can_work() -> None:
+def test_sequences_are_batched_by_width() -> None:
     for width, expected in ((1, [8]), (2, [4, 4]), (4, [2, 2, 2, 2])):
         scheduler = Scheduler(routes=Routes((("a",),) * 4, width=width))
         machines = Machines(scheduler)
@@ -183,7 +183,7 @@ def test_tokens_of_many_go_together_as_many_batches_as_stages_can_work() -> None
                 scheduler.complete(batch.number, machines.answer(batch))
 
 
-def test_nobody_waits_long_behind_a_prompt() -> None:
+def test_a_long_prompt_does_not_delay_decoding() -> None:
     scheduler, told = Scheduler(SchedulerLimits(chunk=16), routes=TWO), Told()
     machines = Machines(scheduler)
     scheduler.submit(ask(1, max_tokens=30), told)
@@ -215,7 +215,7 @@ def test_limits() -> None:
         scheduler.submit(ask(9), Told())
 
 
-def test_one_who_leaves_frees_its_place_at_once() -> None:
+def test_a_cancelled_sequence_is_freed_at_once() -> None:
     scheduler = Scheduler(SchedulerLimits(running=1), routes=TWO)
     first, second = Told(), Told()
     sequence = scheduler.submit(ask(1, max_tokens=50), first)
@@ -248,7 +248,7 @@ def test_a_lost_machine_costs_time_and_no_token() -> None:
     assert told.tokens == alone(ask(1, 2, max_tokens=6))
 
 
-def test_one_without_an_answer_begins_again_and_is_given_up_in_the_end() -> None:
+def test_a_sequence_without_a_token_is_retried_then_fails() -> None:
     """Nothing else would ever wake it."""
     scheduler, told, other = Scheduler(routes=TWO), Told(), Told()
     machines = Machines(scheduler)
@@ -268,7 +268,7 @@ def test_one_without_an_answer_begins_again_and_is_given_up_in_the_end() -> None
     assert scheduler.running == 0
 
 
-def test_those_who_begin_again_keep_their_order() -> None:
+def test_restarted_sequences_keep_their_order() -> None:
     """Where the machines that are left have less room, who came first is not the one to wait."""
     scheduler, sequences = Scheduler(SchedulerLimits(running=2), routes=TWO), [Told() for _ in range(3)]
     for first, told in enumerate(sequences):
@@ -283,7 +283,7 @@ def test_those_who_begin_again_keep_their_order() -> None:
     assert [sequence.request.tokens[0] for sequence in scheduler._waiting] == [0, 1, 2]
 
 
-def test_a_batch_that_fails_again_and_again_is_given_up() -> None:
+def test_a_batch_that_keeps_failing_ends_its_sequence() -> None:
     scheduler, told = Scheduler(routes=TWO), Told()
     scheduler.submit(ask(1), told)
     for _ in range(MAX_TRIES):
@@ -294,7 +294,7 @@ def test_a_batch_that_fails_again_and_again_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(("loading", "patient_s"), [(False, 10.0), (True, 100.0)])
-def test_nobody_is_kept_waiting_for_ever(loading: bool, patient_s: float) -> None:
+def test_waiting_for_a_machine_times_out(loading: bool, patient_s: float) -> None:
     """Longer for layers that are being loaded."""
     scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, loading_s=100.0), routes=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), told)
@@ -304,12 +304,15 @@ def test_nobody_is_kept_waiting_for_ever(loading: bool, patient_s: float) -> Non
     assert told == []
     scheduler.expire(now=6.0 + patient_s)
     assert isinstance(told[-1], Unavailable)
-    if not loading:
+    if loading:
+        scheduler.submit(ask(1), Told())
+        assert scheduler.waiting == 1
+    else:
         with pytest.raises(Unavailable):
             scheduler.submit(ask(1), Told())
 
 
-def test_patience_begins_anew_with_every_loss() -> None:
+def test_every_loss_restarts_the_timeout() -> None:
     """One that waits for its turn has not waited for a machine."""
     scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, running=1), routes=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), Told())
@@ -323,7 +326,7 @@ def test_patience_begins_anew_with_every_loss() -> None:
         assert told == []
 
 
-def test_patience_begins_anew_when_those_who_loaded_are_lost_too() -> None:
+def test_losing_loading_machines_restarts_the_timeout() -> None:
     scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, loading_s=100.0), routes=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
@@ -347,7 +350,7 @@ def test_how_many_stages_work_at_once() -> None:
     assert width(("x", 4, 4)) == 1
 
 
-def test_one_that_cannot_be_computed_takes_no_others_with_it() -> None:
+def test_a_failing_sequence_fails_no_others() -> None:
     scheduler, told = Scheduler(routes=TWO), [Told() for _ in range(4)]
     machines = Machines(scheduler)
     for number, tell in enumerate(told):
@@ -371,20 +374,12 @@ def test_a_short_prompt_does_not_wait_for_the_long_ones_before_it() -> None:
     assert [row.answer for row in sent.rows if row.sequence == 3] == [True]
 
 
-def test_while_layers_are_loaded_one_may_wait() -> None:
-    scheduler = Scheduler(routes=Routes((("a",), ()), loading=True))
-    scheduler.submit(ask(1), Told())
-    assert scheduler.waiting == 1
-    with pytest.raises(Unavailable):
-        Scheduler(routes=Routes((("a",), ()))).submit(ask(1), Told())
-
-
 def tight(room: int) -> Routes:
     return Routes((("a",), ("b",)), cache_tokens={"b": room})
 
 
 @pytest.mark.parametrize("room", [2, 3])
-def test_who_does_not_fit_waits_for_room(room: int) -> None:
+def test_sequences_that_do_not_fit_wait(room: int) -> None:
     scheduler = Scheduler(routes=tight(room * (50 + 64)))
     for _ in range(3):
         scheduler.submit(ask(*range(50)), Told())
@@ -392,7 +387,7 @@ def test_who_does_not_fit_waits_for_room(room: int) -> None:
     assert (scheduler.running, scheduler.waiting) == (room, 3 - room)
 
 
-def test_when_memory_becomes_tight_the_last_steps_back_and_loses_nothing() -> None:
+def test_the_last_sequence_is_preempted_and_loses_no_token() -> None:
     scheduler, told = Scheduler(routes=tight(300)), [Told() for _ in range(2)]
     machines, asks = Machines(scheduler), [ask(1, 2, max_tokens=200), ask(3, 4, 5, max_tokens=150)]
     for one, tell in zip(asks, told, strict=True):
@@ -409,7 +404,7 @@ def test_when_memory_becomes_tight_the_last_steps_back_and_loses_nothing() -> No
     assert order == [0, 1]
 
 
-def test_one_that_fills_a_machine_alone_ends_there() -> None:
+def test_a_sequence_that_fills_a_machine_ends() -> None:
     scheduler, told = Scheduler(routes=tight(20)), Told()
     scheduler.submit(ask(1, 2, max_tokens=50), told)
     serve(scheduler, Machines(scheduler))
@@ -418,7 +413,7 @@ def test_one_that_fills_a_machine_alone_ends_there() -> None:
     assert scheduler.running == 0
 
 
-def test_one_that_fills_a_machine_goes_on_where_there_is_more_room() -> None:
+def test_a_sequence_that_fills_a_machine_moves_to_a_larger_one() -> None:
     scheduler, told = Scheduler(routes=Routes((("a",), ("b", "c")), cache_tokens={"b": 20, "c": 40})), Told()
     scheduler.submit(ask(1, 2, max_tokens=50), told)
     routes = {sent.route for sent in serve(scheduler, Machines(scheduler))}
@@ -427,7 +422,7 @@ def test_one_that_fills_a_machine_goes_on_where_there_is_more_room() -> None:
     assert (told[-1].token, told.finish) == (-1, "length")
 
 
-def test_one_that_no_longer_fits_where_it_must_go_on_ends_there() -> None:
+def test_a_restarted_sequence_that_no_longer_fits_ends() -> None:
     scheduler, told = Scheduler(routes=tight(50)), Told()
     scheduler.submit(ask(1, 2, max_tokens=40), told)
     machines = Machines(scheduler)
@@ -439,7 +434,7 @@ def test_one_that_no_longer_fits_where_it_must_go_on_ends_there() -> None:
     assert (told[-1].token, told.finish) == (-1, "length")
 
 
-def test_one_that_fits_nowhere_is_told_so() -> None:
+def test_a_prompt_that_fits_nowhere_is_refused() -> None:
     scheduler, told, other = Scheduler(routes=tight(20)), Told(), Told()
     scheduler.submit(ask(*range(30)), told)
     scheduler.submit(ask(1), other)
@@ -464,7 +459,7 @@ def test_the_longest_sequence(room: dict[str, int], longest: int | None) -> None
     st.integers(1, 40),
     st.none() | st.integers(68, 200),
 )
-def test_in_any_order_with_any_losses_everyone_gets_what_he_would_have_got_alone(
+def test_any_order_and_any_losses_give_the_tokens_of_a_sequence_alone(
     seed: int, width: int, replicas: int, chunk: int, room: int | None
 ) -> None:
     rng = random.Random(seed)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.unit.gguf_files import write_gguf
+from tests.unit.gguf_files import random_weights, same_bits, write_gguf
 from torch import Tensor
 
 from smolcluster.config import Config, dump
@@ -50,14 +50,6 @@ EVERY_MODEL = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys(
 ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
-def make(config: GPTConfig, *, seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: 0.1 * torch.randn(shape, generator=generator) + (1.0 if name.endswith("norm.weight") else 0.0)
-        for name, shape in config.shapes().items()
-    }
-
-
 def write_hub(folder: Path, config: GPTConfig, weights: dict[str, Tensor]) -> Path:
     write_folder(folder, export_config(config), export_weights(config, weights))
     return folder
@@ -75,17 +67,13 @@ def whole(source: ModelSource) -> dict[str, Tensor]:
     return source.load(range(source.config.num_layers), first=True, last=True, **ON_CPU)
 
 
-def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 # ---- one model in every form
 
 
 @EVERY_MODEL
 def test_every_form_holds_the_same_model(model: ModelConfig, tmp_path: Path) -> None:
     config = shape_of(model, vocab_size=VOCAB)
-    weights = make(config)
+    weights = random_weights(config)
     forms = {
         "gguf": write_gguf(tmp_path / "model.gguf", config, weights),
         "hugging_face": write_hub(tmp_path / "hub", config, weights),
@@ -124,7 +112,7 @@ def test_every_form_holds_the_same_model(model: ModelConfig, tmp_path: Path) -> 
 
 def test_a_fingerprint_names_weights_not_places(tmp_path: Path) -> None:
     config = shape_of(MODELS["llama"], vocab_size=VOCAB)
-    one, other = make(config), make(config, seed=1)
+    one, other = random_weights(config), random_weights(config, seed=1)
     writers: tuple[Callable[[str, dict[str, Tensor]], Path], ...] = (
         lambda name, weights: write_gguf(tmp_path / f"{name}.gguf", config, weights),
         lambda name, weights: write_hub(tmp_path / f"{name}-hub", config, weights),
@@ -137,7 +125,7 @@ def test_a_fingerprint_names_weights_not_places(tmp_path: Path) -> None:
 
 def test_a_folder_in_shards_is_read_in_parts(tmp_path: Path) -> None:
     config = shape_of(MODELS["llama"], vocab_size=VOCAB)
-    weights = make(config)
+    weights = random_weights(config)
     folder = write_hub(tmp_path / "hub", config, weights)
     (folder / "model.safetensors").unlink()
     places, shards = {}, ("a.safetensors", "b.safetensors")
@@ -158,7 +146,7 @@ def test_a_folder_in_shards_is_read_in_parts(tmp_path: Path) -> None:
 
 def test_values_are_checked_where_they_are_loaded(tmp_path: Path) -> None:
     config = shape_of(MODELS["qwen2"], vocab_size=VOCAB)
-    weights = make(config)
+    weights = random_weights(config)
     weights["blocks.2.mlp.up.weight"][40, 3] = torch.nan
     weights["blocks.1.attention_norm.weight"][0] = 1e6
     for path, name in (
@@ -175,9 +163,9 @@ def test_values_are_checked_where_they_are_loaded(tmp_path: Path) -> None:
             source.load(range(1, 2), first=False, last=False, dtype=torch.float16, device="cpu")
 
 
-def test_a_tied_head_that_differs_is_found_by_those_who_have_it(tmp_path: Path) -> None:
+def test_a_tied_head_that_differs_is_refused_on_the_ends(tmp_path: Path) -> None:
     config = shape_of(MODELS["llama"], vocab_size=VOCAB)
-    tensors = {name: tensor.contiguous() for name, tensor in export_weights(config, make(config)).items()}
+    tensors = {name: tensor.contiguous() for name, tensor in export_weights(config, random_weights(config)).items()}
     folder = tmp_path / "hub"
     write_folder(folder, export_config(config), tensors | {"lm_head.weight": torch.zeros(VOCAB, 32)})
     opened = Folder(folder)
@@ -192,7 +180,7 @@ def test_a_tied_head_that_differs_is_found_by_those_who_have_it(tmp_path: Path) 
 
 def test_the_newest_checkpoint_that_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = shape_of(MODELS["gpt2"], vocab_size=VOCAB)
-    old, new = make(config), make(config, seed=1)
+    old, new = random_weights(config), random_weights(config, seed=1)
     run = write_run(tmp_path / "run", MODELS["gpt2"], old, step=100)
     write_run(run, MODELS["gpt2"], new, step=200)
     source = find_source(str(run))
@@ -225,7 +213,7 @@ def test_runs_that_cannot_be_served(tmp_path: Path) -> None:
     run.create(dump(Config(model=MODELS["gpt2"])), resume=False)
     with pytest.raises(UserError, match="has no checkpoint yet"):
         find_source(str(run.path))
-    write_run(run.path, MODELS["gpt2"], make(shape_of(MODELS["llama"], vocab_size=VOCAB)))
+    write_run(run.path, MODELS["gpt2"], random_weights(shape_of(MODELS["llama"], vocab_size=VOCAB)))
     with pytest.raises(UserError, match=r"cannot serve .* missing: position_embedding\.weight"):
         find_source(str(run.path))
     run.config.unlink()
@@ -241,7 +229,7 @@ def test_runs_that_cannot_be_served(tmp_path: Path) -> None:
 # ---- names
 
 
-def test_names_that_mean_nothing(tmp_path: Path) -> None:
+def test_unknown_models(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello", encoding="utf-8")
     (tmp_path / "broken.gguf").write_text("hello", encoding="utf-8")
     for name, told in (
@@ -259,9 +247,9 @@ def test_names_that_mean_nothing(tmp_path: Path) -> None:
     folder.mkdir()
     with pytest.raises(UserError, match="several holds no model"):
         find_source(str(folder))
-    write_gguf(folder / "a.gguf", config, make(config))
+    write_gguf(folder / "a.gguf", config, random_weights(config))
     assert find_source(str(folder)).name == "a"
-    write_gguf(folder / "b.gguf", config, make(config))
+    write_gguf(folder / "b.gguf", config, random_weights(config))
     with pytest.raises(UserError, match=r"holds 2 GGUF files; name one: a\.gguf, b\.gguf"):
         find_source(str(folder))
     with pytest.raises(UserError, match="unknown kind of model 'pickle'"):
@@ -298,7 +286,7 @@ def write_json(path: Path, **values: Any) -> None:
 @pytest.fixture
 def hub(tmp_path: Path) -> Path:
     config = shape_of(MODELS["llama"], vocab_size=VOCAB)
-    folder = write_hub(tmp_path / "hub", config, make(config))
+    folder = write_hub(tmp_path / "hub", config, random_weights(config))
     write_json(folder / "tokenizer.json", **definition())
     return folder
 
@@ -360,7 +348,7 @@ def write_gpt2_files(folder: Path) -> None:
 
 def test_the_text_of_a_run(tmp_path: Path, hub: Path) -> None:
     model = MODELS["llama"]
-    weights = make(shape_of(model, vocab_size=VOCAB))
+    weights = random_weights(shape_of(model, vocab_size=VOCAB))
     text = find_source(str(write_run(tmp_path / "bytes", model, weights))).text()
     assert bytes(text.prompt("é")) == "é".encode()
     assert text.vocab_size == 256
@@ -383,7 +371,7 @@ def test_a_run_on_characters_needs_its_text(tmp_path: Path) -> None:
     letters.write_text("abcdé\n", encoding="utf-8")
     model = MODELS["llama"].model_copy(update={"vocab_size": None})
     config = shape_of(model, vocab_size=6)
-    run = write_run(tmp_path / "run", model, make(config), name="text", root=str(letters), tokenizer="chars")
+    run = write_run(tmp_path / "run", model, random_weights(config), name="text", root=str(letters), tokenizer="chars")
     text = find_source(str(run)).text()
     assert text.decode(text.prompt("bédé")) == "bédé"
     letters.write_text("abcd\n", encoding="utf-8")
@@ -432,7 +420,7 @@ def test_smollm2_computes_what_transformers_does(smollm2: ModelSource) -> None:
 def test_weights_that_change_under_a_server_are_refused(tmp_path: Path) -> None:
     """Layers of two models would make a third."""
     config = shape_of(MODELS["qwen2"], vocab_size=VOCAB)
-    folders = [write_hub(tmp_path / f"hub{seed}", config, make(config, seed=seed)) for seed in range(2)]
+    folders = [write_hub(tmp_path / f"hub{seed}", config, random_weights(config, seed=seed)) for seed in range(2)]
     source = find_source(str(folders[0]))
     source.load(range(1), first=True, last=False, **ON_CPU)
     (folders[1] / "model.safetensors").replace(folders[0] / "model.safetensors")
@@ -445,7 +433,7 @@ def test_weights_that_change_under_a_server_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_offers_openings_of_its_own_text(tmp_path: Path) -> None:
     model = MODELS["gpt2"]
-    weights = make(shape_of(model, vocab_size=VOCAB))
+    weights = random_weights(shape_of(model, vocab_size=VOCAB))
     source = find_source(str(write_run(tmp_path / "embedded", model, weights)))
     found = source.openings()
     assert len(found) == 3

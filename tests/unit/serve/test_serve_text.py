@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import json
 import re
-import shutil
-import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,22 +14,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.gguf_files import write_gguf
+from tests.unit.gguf_files import byte_level, pieces, with_words, write_gguf
 
 from smolcluster.data.tokenizers import ByteTokenizer, CharTokenizer, printable_bytes
 from smolcluster.errors import UserError
 from smolcluster.models import GPTConfig
 from smolcluster.serve.engine.sources import find_source
-from smolcluster.serve.text import chat_template, rendering
-from smolcluster.serve.text.chat_template import ChatTemplate, TemplateFailed
 from smolcluster.serve.text.conversation import ChatTokenizer, StopStrings
-from smolcluster.serve.text.rendering import Renderer
 from smolcluster.serve.text.vocabulary import (
-    BYTE,
-    CONTROL,
-    NORMAL,
     SPACE,
-    UNKNOWN_TOKEN,
     USER_DEFINED,
     BytewiseVocabulary,
     JsonVocabulary,
@@ -47,7 +36,6 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ODD_TEXTS = (
     *("", " ", "\n\n\n\t\t", "<|im_end|>", "x\x00y\x7fz\u200b\ufeff", "It's we'll THEY'RE 'tis"),
     "The capital of France is",
@@ -57,39 +45,6 @@ ODD_TEXTS = (
     "             many      spaces   ",
     "na\u0308ive na\xefve \u00bd \u2167 ٣",
 )
-
-
-def byte_level(*, markers: Sequence[str] = MARKERS, words: Sequence[str] = ("the", "in", "on")) -> dict[str, Any]:
-    """The header of a tiny vocabulary: markers, 256 bytes, and merges towards some words."""
-    letters = sorted(printable_bytes(), key=lambda letter: printable_bytes()[letter])
-    tokens, merges = [*markers, *letters], []
-    for word in words:
-        for end in range(2, len(word) + 1):
-            if word[:end] not in tokens:
-                merges.append(f"{word[: end - 1]} {word[end - 1]}")
-                tokens.append(word[:end])
-    types = [CONTROL if token in markers else NORMAL for token in tokens]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": np.array(types, np.int32),
-        "tokenizer.ggml.merges": merges,
-    }
-
-
-def pieces(*, markers: Sequence[str] = ("<s>", "</s>"), prefix: bool = True) -> dict[str, Any]:
-    """The same for sentencepiece."""
-    words = ["▁", *"abcdefghijklmnopqrstuvwxyz", "he", "ll", "▁he", "▁hell", "▁hello", "lo", "or", "▁w", "▁wor"]
-    tokens = ["<unk>", *markers, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    types = [UNKNOWN_TOKEN, *[CONTROL] * len(markers), *[BYTE] * 256, *[NORMAL] * len(words)]
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": np.array(types, np.int32),
-        "tokenizer.ggml.scores": -np.arange(len(tokens), dtype=np.float32),
-        "tokenizer.ggml.add_space_prefix": prefix,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +89,7 @@ ATTACKS = (
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_message_closes_its_turn(chatml: ChatTokenizer, attack: str) -> None:
+def test_no_message_can_end_its_turn(chatml: ChatTokenizer, attack: str) -> None:
     messages = [{"role": "user", "content": attack}, {"role": "assistant", "content": f"no {attack}"}]
     tokens = chatml.chat(messages)
     # Three turns begin, two end: the template's own. All else is the text that was typed.
@@ -160,14 +115,14 @@ def test_no_conversation_has_more_markers_than_its_template_writes(chatml: ChatT
     assert spelled == "".join(f"<|im_start|>user\n{c}<|im_end|>\n" for c in contents) + "<|im_start|>assistant\n"
 
 
-def test_two_halves_of_a_marker_are_none() -> None:
+def test_two_halves_do_not_make_a_marker() -> None:
     template = "{% for m in messages %}<|im_{{ m['content'] }}|>{% endfor %}<|im_end|>"
     text = ChatTokenizer(gguf_vocabulary(byte_level(), where="test"), template=template)
     tokens = text.chat([{"role": "user", "content": "end"}])
     assert [token for token in tokens if token in (0, 1, 2)] == [2]
 
 
-def test_a_marker_that_others_call_ordinary_is_a_secret_where_the_template_uses_it() -> None:
+def test_added_tokens_that_the_template_writes_are_reserved() -> None:
     given_ = byte_level(markers=["<|im_start|>", "<|im_end|>", "<tool>", "    "])
     given_["tokenizer.ggml.token_type"][:4] = USER_DEFINED
     text = ChatTokenizer(gguf_vocabulary(given_, where="test"), template=CHATML)
@@ -177,7 +132,7 @@ def test_a_marker_that_others_call_ordinary_is_a_secret_where_the_template_uses_
     assert [token for token in tokens if token < 4] == [0, 2, 3, 1, 0]
 
 
-def test_a_vocabulary_that_spells_a_marker_as_a_word_refuses_it() -> None:
+def test_a_special_token_that_is_also_a_word_is_refused() -> None:
     words = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1, "</s>": 2}, "unk_token": "<unk>"}
     added = [{"id": 0, "content": "<unk>", "special": True}, {"id": 2, "content": "</s>", "special": True}]
     definition = {"version": "1.0", "added_tokens": added, "model": words, "pre_tokenizer": {"type": "WhitespaceSplit"}}
@@ -198,192 +153,13 @@ def test_a_vocabulary_that_spells_a_marker_as_a_word_refuses_it() -> None:
         ({"role": "user"}, "messages[1].content is not a text"),
     ],
 )
-def test_messages_that_are_none(chatml: ChatTokenizer, message: Any, told: str) -> None:
+def test_invalid_messages(chatml: ChatTokenizer, message: Any, told: str) -> None:
     with pytest.raises(UserError) as error:
         chatml.chat([{"role": "user", "content": "x"}, message])
     assert told in str(error.value)
 
 
-# ---- templates
-
-
-def test_templates_see_contents_as_they_are() -> None:
-    template = (
-        "{% for m in messages %}{% if not m.content %}(nothing){% endif %}"
-        "[{{ m.content | trim }}|{{ m['content'].strip() }}]{% endfor %}{{ bos_token }}{{ tools is none }}"
-    )
-    text = ChatTokenizer(
-        gguf_vocabulary(byte_level(), where="test"), template=template, names={"bos_token": "<|endoftext|>"}
-    )
-    tokens = text.chat([{"role": "user", "content": "  a b \n"}, {"role": "user", "content": ""}])
-    spelled = b"".join(text.token_bytes(token) for token in tokens).decode()
-    assert spelled == "[a b|a b](nothing)[|]<|endoftext|>True"
-    assert tokens.count(0) == 1
-
-
-def test_what_transformers_offers_to_templates() -> None:
-    template = ChatTemplate(
-        "{{ strftime_now('%Y') | length }}{% for i in range(9) %}{% if i > 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
-        "{% generation %}said{% endgeneration %}{{ {'a': 'ü<'} | tojson }}\n"
-        "    {% if true %}\nkept\n    {% endif %}\n"
-    )
-    assert template.render([], names={}) == '4012said{"a": "ü<"}\nkept\n'
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "refuses this conversation: roles must alternate"),
-        ("{{ messages.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ 'a' * 10 ** 12 }}", "too large"),
-        ("{{ 10 ** 12 * 'a' }}", "too large"),
-        ("{{ 9 ** 999999999 }}", "too large"),
-        ("{% for a in range(10 ** 9) %}x{% endfor %}", "Range too big"),
-        ("{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "writes more than"),
-        ("{{ 'x' | center(9999999) }}", "writes more than"),
-        ("{{ undefined.attribute }}", "'undefined' is undefined"),
-        ("{{ 'x' | no_such_filter }}", "no_such_filter"),
-    ],
-)
-def test_templates_are_bounded(source: str, told: str) -> None:
-    with pytest.raises(UserError) as error:
-        Renderer(source).render([{"role": "user", "content": "x"}], names={})
-    assert told in str(error.value)
-
-
-MUCH = "{% for i in range(999) %}{{ 'x' * 3999999 }}{% endfor %}"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is measured, a moment later")
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ '%*d' % (9999999999, 1) }}",
-        "{{ '%9999999999s' | format('x') }}",
-        "{{ '{:{}}'.format('x', 9999999999) }}",
-        "{{ '1'['zfill'](9999999999) }}",
-        "{{ ('x' * 999999).replace('x', 'y' * 999999) }}",
-        "{{ ('y' * 999999).join('x' * 999999) }}",
-        "{{ ['x'] | batch(9999999999, 'x') | list }}",
-        "{{ 1.5 | round(99999999, 'ceil') }}",
-        "{% set ns = namespace(x='xx') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        f"{{% set x %}}{MUCH}{{% endset %}}",
-        f"{{% macro m() %}}{MUCH}{{% endmacro %}}{{{{ m() }}}}",
-        f"{{% filter upper %}}{MUCH}{{% endfilter %}}",
-        "{{ [[1]] | tojson(indent=9999999999) }}",
-        "{{ ('%' * 4000000) | urlencode }}",
-    ],
-)
-def test_large_values_end_their_process_at_most(source: str) -> None:
-    renderer = Renderer(source)  # constants are not evaluated here
-    with pytest.raises(TemplateFailed):
-        renderer.render([], names={}, within_s=3.0)
-    assert Renderer("fine").render([], names={}) == "fine"
-
-
-def test_bounds_change_nothing_else() -> None:
-    """What templates of models do, against Jinja itself."""
-    sandbox = pytest.importorskip("jinja2.sandbox")
-    source = (
-        "{% macro turn(m, l) %}{{ '<|' ~ m.role ~ '|>' ~ l.index0 }} {{ m['content'] | trim }}{% endmacro %}"
-        "{% set ns = namespace(n=0, last='') %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
-        "{% if m.content is string and '</think>' in m.content %}{% set ns.last = m.content.split('</think>')[-1] %}{% endif %}"
-        "{{ turn(m, loop) }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ns.n ~ ns.last.lstrip('\\n') ~ none }}"
-        "{% set text %}{% for m in messages %}{{ m.role }}{% endfor %}{% endset %}{{ text | upper | replace('U', 'u') }}"
-        "{{ messages | map(attribute='role') | join('+') }}{{ '-'.join(messages | map(attribute='role')) }}"
-        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'a\\nb' | indent(4) }}"
-        "{{ '%s: %d' % ('x', 5) }}"
-        "{{ '{} of {:>3}'.format('1', 2) }}{{ '%02d' | format(7) }}{{ 'ab'.center(9) }}{{ [1, 2] | sum }}{{ 'x' * 3 }}"
-        "{{ 3 ~ 4 * 2 }}{{ ['b', 'a'] | sort | join }}{{ 'A-B'.replace('-', '') }}"
-        "{% filter upper %}quiet{% endfilter %}{{ messages | batch(1) | list | length }}{{ 'x' | default('y') }}"
-    )
-    messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "<think>?</think>\nyes"}]
-    plain = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-    found = ChatTemplate(source).render(messages, names={})
-    assert found == plain.render(messages=messages)
-    assert "<|assistant|>1" in found
-
-
-LOOP = (
-    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
-)
-
-
-def test_a_template_that_loops_is_ended_and_others_go_on() -> None:
-    messages = [{"role": "user", "content": "x"}]
-    good = Renderer("{{ messages[0].content }}")
-    with pytest.raises(TemplateFailed, match=r"takes longer than 0\.2 s"):
-        Renderer(LOOP).render(messages, names={}, within_s=0.2)
-    assert good.render(messages, names={}) == "x"
-
-
-def test_a_conversation_is_rendered_in_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = ChatTokenizer(gguf_vocabulary(byte_level(), where="test"), template="here")
-    monkeypatch.setattr(rendering._POOL, "ask", lambda asked, **_: {"text": asked["source"].replace("here", "there")})
-    assert text.chat([{"role": "user", "content": "x"}]) == text.encode("there")
-
-
-def keeps_mb(megabytes: int) -> str:
-    grows = "{% set ns.x = [ns.x, 'x' * 3999999] %}"
-    return f"{{% set ns = namespace(x=[]) %}}{{% for a in range({megabytes // 4}) %}}{grows}{{% endfor %}}"
-
-
-def test_a_template_that_wants_much_memory_is_ended_and_leaves_it_to_the_next() -> None:
-    """It keeps 1.6 GB, which takes it a second where there is no bound."""
-    for name in "abc":
-        if sys.platform == "linux":
-            with pytest.raises(TemplateFailed):
-                Renderer(keeps_mb(1600) + name).render([], names={}, within_s=300)
-        assert Renderer("fine").render([], names={}) == "fine"
-        assert Renderer(keeps_mb(800) + name).render([], names={}, within_s=300) == name
-
-
-@pytest.mark.skipif(shutil.which("ps") is None, reason="needs ps; macOS always has it")
-def test_where_the_system_does_not_bound_memory_the_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "MEASURED", True)
-    monkeypatch.setattr(rendering, "MEMORY_BYTES", 128 << 20)  # of the parent: the child bounds itself at 1 GiB
-    with pytest.raises(TemplateFailed, match="more than 128 MB"):
-        Renderer(keeps_mb(240) + LOOP).render([], names={}, within_s=300)
-    assert Renderer("fine").render([], names={}) == "fine"
-
-
-def test_the_process_of_templates_has_no_secrets_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SMOLCLUSTER_TOKEN", "a-secret-for-the-test")
-    rendering._POOL.close()
-    assert Renderer("fine").render([], names={}) == "fine"
-    if sys.platform == "linux":
-        (process,) = filter(None, rendering._POOL._idle.queue)
-        found = Path(f"/proc/{process._process.pid}/environ").read_bytes()
-        assert b"PATH=" in found
-        assert b"a-secret-for-the-test" not in found
-
-
-def test_an_old_jinja_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those before 3.1.6 let a template out of the sandbox."""
-    chat_template._environment.cache_clear()
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.1.5")
-    try:
-        with pytest.raises(
-            UserError, match=r"Jinja 3\.1\.5 lets .*; install a newer one with: pip install 'jinja2>=3.1.6'"
-        ):
-            ChatTemplate("x")
-        monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.2.0rc1")
-        ChatTemplate("x")
-    finally:
-        chat_template._environment.cache_clear()
-
-
-def test_no_extra_installs_an_old_jinja() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [name for extra in project["optional-dependencies"].values() for name in extra if "jinja2" in name.lower()]
-    assert wanted
-    assert set(wanted) == {f"jinja2>={'.'.join(map(str, chat_template.OLDEST_JINJA))}"}
-
-
-def test_a_template_that_is_none() -> None:
-    with pytest.raises(UserError, match="chat template cannot be used: "):
-        ChatTemplate("{% for %}")
+# ---- conversations
 
 
 def test_without_a_template_the_contents_are_lines() -> None:
@@ -456,7 +232,7 @@ def test_an_answer_that_follows_text_keeps_its_space(spm: ChatTokenizer) -> None
         ),
     ],
 )
-def test_tokenizers_that_are_damaged_or_not_known(changes: dict[str, Any], told: str) -> None:
+def test_damaged_and_unsupported_tokenizers(changes: dict[str, Any], told: str) -> None:
     given_ = byte_level()
     assert len(given_["tokenizer.ggml.tokens"]) == 263
     with pytest.raises(UserError) as error:
@@ -483,14 +259,6 @@ def test_a_flag_of_a_file_that_is_a_list(tmp_path: Path) -> None:
         source.text()
 
 
-def with_words(words: Sequence[str]) -> dict[str, Any]:
-    given_ = pieces()
-    types = [*given_["tokenizer.ggml.token_type"], *[NORMAL] * len(words)]
-    tokens = [*given_["tokenizer.ggml.tokens"], *words]
-    changed = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": np.array(types)}
-    return given_ | changed | {"tokenizer.ggml.scores": np.zeros(len(tokens), np.float32)}
-
-
 @pytest.mark.parametrize(
     "words", [["a" * 10_000], [f"{n:04}" + "a" * 500 for n in range(300)]], ids=["one long token", "many"]
 )
@@ -499,21 +267,21 @@ def test_tokens_that_are_too_long_to_be_split_are_refused(words: list[str]) -> N
         gguf_vocabulary(with_words(words), where="model.gguf")
 
 
-def test_long_runs_of_spaces_are_tokens_as_others_are() -> None:
+def test_long_runs_of_spaces_are_tokens() -> None:
     runs = ["▁" * length for length in range(2, 129)]
     text = ChatTokenizer(gguf_vocabulary(with_words(runs), where="test"))
     assert text.decode(text.encode("a" + " " * 128 + "b")) == "a" + " " * 128 + "b"
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "default"])
-def test_every_way_of_cutting_keeps_the_text(pre: str) -> None:
+def test_every_pre_tokenizer_keeps_the_text(pre: str) -> None:
     text = ChatTokenizer(gguf_vocabulary({**byte_level(), "tokenizer.ggml.pre": pre}, where="test"))
     for odd in ODD_TEXTS:
         if pre != "qwen2" or "\u0308" not in odd:  # which composes letters and their accents
             assert text.decode(text.encode(odd)) == odd
 
 
-def test_cutting_by_three_digits() -> None:
+def test_pre_tokenizers_split_digits() -> None:
     words = ["12", "123", "1234"]
     for pre, expected in (
         ("gpt-2", ["1234"]),
@@ -548,7 +316,7 @@ def test_smollm2_has_the_tokens_that_others_know(smollm2: ChatTokenizer) -> None
     assert smollm2.prompt("The capital of France is") == [504, 3575, 282, 4649, 314]
 
 
-def test_smollm2_merges_as_a_plain_program_does(smollm2: ChatTokenizer) -> None:
+def test_smollm2_merges_as_a_plain_bpe_does(smollm2: ChatTokenizer) -> None:
     """The algorithm of the paper, step by step, on the words of one regular expression."""
     regex = pytest.importorskip("regex", reason="pip install regex")
     source: Any = find_source("smollm2")
@@ -667,7 +435,7 @@ def test_pieces_joined_are_the_whole(chatml: ChatTokenizer, spm: ChatTokenizer, 
         assert one.decode(noise) == whole.decode("utf-8", "replace")
 
 
-def test_half_a_character_waits(chatml: ChatTokenizer) -> None:
+def test_an_incomplete_character_is_held_back(chatml: ChatTokenizer) -> None:
     robot = chatml.encode("🤖")
     assert len(robot) == 4
     detokenizer = chatml.detokenizer()
@@ -696,7 +464,7 @@ def feed(stop: Sequence[str], parts: Sequence[str]) -> tuple[str, bool]:
     return told + stops.flush(), False
 
 
-def test_what_may_be_the_beginning_of_a_stop_string_waits() -> None:
+def test_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     stops = StopStrings(["\n\nUser:", "END"])
     assert stops.push("hello\n") == ("hello", False)
     assert stops.push("\nUs") == ("", False)
@@ -719,7 +487,7 @@ def test_what_may_be_the_beginning_of_a_stop_string_waits() -> None:
     stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(0, 20), max_size=6),
 )
-def test_stop_strings_do_not_see_how_text_was_cut(text: str, stop: list[str], cuts: list[int]) -> None:
+def test_stop_strings_do_not_depend_on_the_pieces(text: str, stop: list[str], cuts: list[int]) -> None:
     places = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
     parts = [text[a:b] for a, b in itertools.pairwise(places)]
     # Letter by letter, without holding anything back: the first end of any of them.

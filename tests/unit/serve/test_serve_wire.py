@@ -68,7 +68,7 @@ def travelled(meta: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def test_everything_comes_back_as_it_was() -> None:
+def test_messages_survive_a_round_trip() -> None:
     for model in (MODEL, dataclasses.replace(MODEL, config=qwen3())):
         assert wire.read_model(travelled(wire.model_meta(model))) == model
     assert wire.read_offer(travelled(wire.meta_of(OFFER))) == OFFER
@@ -102,7 +102,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("kind", READERS)
 @given(data=st.data())
-def test_anything_else_is_refused_or_a_value(kind: str, data: st.DataObject) -> None:
+def test_mutated_messages_are_refused_or_valid(kind: str, data: st.DataObject) -> None:
     """One place of a right message replaced by anything: a ValueError, or something that can be written again."""
     read, right = READERS[kind]
     meta = travelled(right)
@@ -130,14 +130,14 @@ def test_anything_else_is_refused_or_a_value(kind: str, data: st.DataObject) -> 
         ({"rows": [[True, 0, 1, True]], "secret": "", "route": []}, "whole number"),
     ],
 )
-def test_batches_that_cannot_be(meta: dict[str, Any], words: str) -> None:
+def test_invalid_batches(meta: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         wire.read_batch(meta)
 
 
 @pytest.mark.parametrize("value", [2.0, True, "2", None, [], {}, -1, 1 << 40])
 @pytest.mark.parametrize("name", ["vocab_size", "num_layers", "num_kv_heads", "ff_dim", "max_seq_len"])
-def test_models_that_cannot_be(name: str, value: Any) -> None:
+def test_invalid_models(name: str, value: Any) -> None:
     """A shape is made of whole numbers, or nothing is laid out by it."""
     meta = travelled(wire.model_meta(MODEL))
     meta["config"][name] = value
@@ -154,7 +154,7 @@ def test_models_that_cannot_be(name: str, value: Any) -> None:
         ({"config": {}}, "not the shape of a gpt: "),
     ],
 )
-def test_architectures_that_cannot_be(change: dict[str, Any], told: str) -> None:
+def test_invalid_architectures(change: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         wire.read_model(travelled(wire.model_meta(MODEL)) | change)
 
@@ -165,7 +165,7 @@ BOUNDS = {"fp32": (0.0, 0.0), "bf16": (2.0**-8, 0.0), "fp16": (2.0**-11, 3e-8)}
 
 
 @pytest.mark.parametrize("codec", wire.CODECS)
-def test_activations_keep_their_bound(codec: str) -> None:
+def test_activation_codecs_keep_their_error_bound(codec: str) -> None:
     x = (
         torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
         * torch.tensor([1e-6, 1.0, 30.0, 1e3, 0.0])[:, None]
@@ -182,7 +182,7 @@ def test_activations_keep_their_bound(codec: str) -> None:
         assert bool(((back - x).abs() <= share * x.abs() + least).all())
 
 
-def test_what_does_not_fit_fp16_goes_as_bf16() -> None:
+def test_activations_beyond_fp16_are_sent_as_bf16() -> None:
     x = torch.tensor([[1.0, 70_000.0]])
     payload, used = wire.encode(x, "fp16")
     assert used == "bf16"
@@ -258,7 +258,7 @@ METAS = [right for _, right in READERS.values()] + [{}, {"sequences": [1, 2]}, {
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_front_and_a_stage_survive_whatever_they_are_told(seed: int) -> None:
+def test_a_front_and_a_stage_survive_any_messages(seed: int) -> None:
     """A link may be closed for it; nothing is raised into the transport, and nothing is left half-done."""
     rng = random.Random(seed)
     front = Front(Transport(), RandomSource(llama(layers=2)), options=LayoutOptions(stages=1))  # type: ignore[arg-type]
@@ -281,9 +281,7 @@ def test_a_front_and_a_stage_survive_whatever_they_are_told(seed: int) -> None:
         handler.unlinked(link, "the end")  # type: ignore[arg-type]
 
 
-def test_a_front_names_no_files_but_those_that_the_owner_of_a_stage_allows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_opens_allowed_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
     def open_source(reference: dict[str, str]) -> SimpleNamespace:
@@ -326,7 +324,7 @@ def idle_worker(files: Path | None = None) -> StageWorker:
     )
 
 
-def test_new_layers_put_an_end_to_weights_that_were_on_their_way() -> None:
+def test_a_new_assignment_cancels_a_weight_transfer() -> None:
     worker, link = idle_worker(), Link("front")
     worker.front_linked(link)  # type: ignore[arg-type]
     worker._model = MODEL
@@ -339,7 +337,7 @@ def test_new_layers_put_an_end_to_weights_that_were_on_their_way() -> None:
     assert not link.closed
 
 
-def test_what_processes_share_does_not_depend_on_what_they_hold() -> None:
+def test_shared_memory_does_not_depend_on_loaded_weights() -> None:
     """Else those who hold their layers already would look too small to a front that was started again."""
     worker, link = idle_worker(), Link("front")
     worker.front_linked(link)  # type: ignore[arg-type]
@@ -352,7 +350,7 @@ def test_what_processes_share_does_not_depend_on_what_they_hold() -> None:
     assert told[0] >= machine_bytes()
 
 
-def test_a_batch_for_a_machine_that_cannot_be_reached_is_given_up_by_a_timer_that_is_early() -> None:
+def test_an_early_timer_fails_batches_to_an_unreachable_stage() -> None:
     worker, link = idle_worker(), Link("front")
     worker.front_linked(link)  # type: ignore[arg-type]
     link.sent.clear()

@@ -27,7 +27,7 @@ import torch
 from smolcluster.comm.elastic.transport.api import Handler, Link, Transport
 from smolcluster.comm.elastic.transport.connection import LinkLimits
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.errors import SmolclusterError, UserError, unknown_name
 from smolcluster.observe.text import printable
 from smolcluster.serve.engine import wire
 from smolcluster.serve.engine.connected_stage import ConnectedStage
@@ -80,7 +80,7 @@ class Front(Handler):
     ) -> None:
         check_options(options, num_layers=source.config.num_layers)
         if codec not in wire.CODECS:
-            raise UserError(f"unknown codec '{codec}'; known: {', '.join(wire.CODECS)}")
+            raise unknown_name("codec", codec, wire.CODECS)
         self._transport, self._source, self._options = transport, source, options
         self._model = ServedModel(
             name=source.name[-MAX_NAME:],

@@ -68,7 +68,7 @@ class WeightSizes:
 
     @property
     def each(self) -> list[int]:
-        """Of every layer; the first includes the embedding, the last the head."""
+        """Return the bytes of every layer; the first includes the embedding, the last the head."""
         return [self.of(range(n, n + 1)) for n in range(len(self.layers))]
 
 

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from smolcluster.launch.local.processes import end_by_closing
 
@@ -92,11 +91,9 @@ class LocalStages:
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "smolcluster", "stage", "--server", self._front, "--name", f"stage-{number}"]
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
-        # A session of its own: Ctrl-C goes to the front alone.
-        new_session: dict[str, Any] = {} if sys.platform == "win32" else {"start_new_session": True}
         return subprocess.Popen(
             [*command, "--with-parent", "--local-rank", str(number), *self._options],
             stdin=subprocess.PIPE,
             env=environment,
-            **new_session,
+            start_new_session=True,  # on POSIX: Ctrl-C goes to the front alone
         )

@@ -32,7 +32,7 @@ class RunSource(ModelSource):
 
     def __init__(self, path: Path, *, manifest: Manifest) -> None:
         run = RunDir(path.parent.parent)
-        self._settings = _read_read_options(run)
+        self._settings = _read_config(run)
         if run.tokenizer.is_dir():  # the copy in the run, wherever that is now
             self._settings.data.tokenizer = str(run.tokenizer)
         weights = open_checkpoint(path, manifest, optimizer=False, lazily=True).weights
@@ -80,7 +80,7 @@ class RunSource(ModelSource):
         return example_prompts(self._settings.data)
 
 
-def _read_read_options(run: RunDir) -> Config:
+def _read_config(run: RunDir) -> Config:
     if not run.config.is_file():
         raise UserError(f"{run.path} has no config.yaml, with the shape of the model; give the directory of a run")
     config = load_config([run.config])

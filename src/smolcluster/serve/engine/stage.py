@@ -36,7 +36,6 @@ from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import build
 from smolcluster.observe.text import printable
 from smolcluster.serve.engine import wire
-from smolcluster.serve.engine.model_source import ModelSource
 from smolcluster.serve.engine.next_stages import NextStages, handler_of
 from smolcluster.serve.engine.sampling import TokenSampler, sample
 from smolcluster.serve.engine.stage_model import Row, StageModel, cache_bytes_per_token
@@ -68,12 +67,10 @@ class StageWorker(Handler):
         device: torch.device,
         dtype: torch.dtype | None = None,
         memory_bytes: int | None = None,
-        source: ModelSource | None = None,
         files: Path | None = None,
     ) -> None:
-        """`advertise`: the host that peers dial, if not the one listened on. `source`: a model that is open already. `files`: a
-        file or folder that the front may name; without it, only models in installed packages are opened, and other weights
-        come from the front."""
+        """`advertise`: the host that peers dial, if not the one listened on. `files`: a file or folder that the front may
+        name; without it, only models in installed packages are opened, and other weights come from the front."""
         self._front_address, self._name, self._host, self._device = front, name, host, device
         self._dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         self._memory_bytes = memory_bytes
@@ -89,7 +86,7 @@ class StageWorker(Handler):
         self._secret: str | None = None  # of the front: authenticates batches
         # Used by the main thread, and by the transport's while the main thread is idle.
         self._model: ServedModel | None = None
-        self._weights = StageWeights(device, self._dtype, source=source, files=files)
+        self._weights = StageWeights(device, self._dtype, files=files)
         self._stage_model: StageModel | None = None
         self._samplers: dict[int, TokenSampler] = {}
         self._finished: OrderedDict[int, None] = OrderedDict()
@@ -249,12 +246,10 @@ class StageWorker(Handler):
             self._name = assignment.name
         try:
             if not self._is_loaded(assignment):
-                had = self._stage_model
-                has_first, has_last = (had.first, had.last) if had is not None else (False, False)
-                self._stage_model = had = None  # frees the layers that are not kept
+                self._stage_model = None  # frees the layers that are not kept
                 if received is not None:
                     self._weights.receive(received)
-                elif not self._weights.load(model, assignment, has_first=has_first, has_last=has_last):
+                elif not self._weights.load(model, assignment):
                     self._weights.clear()
                     self._wanted = (number, assignment)
                     self._send_front(Kind.HELD, step=number, meta={"need": type_name(self._dtype)})

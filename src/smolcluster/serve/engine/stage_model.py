@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smolcluster.models.protocols import DecoderConfig, Pipelined, Ragged
 from smolcluster.models.registry import build
@@ -102,8 +102,6 @@ class StageModel:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
-            raise ValueError(f"{layers} is not a range of the {config.num_layers} layers of this model")
         self.config, self.layers, self.first, self.last = config, layers, first, last
         self.device, self.dtype = device, dtype
         # Names and shapes only: `assign` puts the weights in their place.
@@ -111,22 +109,12 @@ class StageModel:
             whole = build(config)
         assert isinstance(whole, Pipelined)
         stage = whole.stage(layers, first=first, last=last).requires_grad_(False).eval()
-        stage.load_state_dict(self._take(stage, weights), assign=True)
+        # Not copied if device and dtype match. torch names missing and misshapen ones in a RuntimeError.
+        own = {name: weights[name].to(device, dtype) for name, _ in stage.named_parameters() if name in weights}
+        stage.load_state_dict(own, assign=True)
         assert isinstance(stage, Ragged)
         self._model = stage
         self._caches: dict[int, SequenceCache] = {}
-
-    def _take(self, stage: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of these layers; not copied if device and dtype match."""
-        taken = {}
-        for name, parameter in stage.named_parameters():
-            if name not in weights:
-                raise ValueError(f"the weights have no {name}")
-            tensor = weights[name]
-            if tensor.shape != parameter.shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model takes {tuple(parameter.shape)}")
-            taken[name] = tensor.to(device=self.device, dtype=self.dtype)
-        return taken
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], x: Tensor) -> Tensor:
@@ -165,15 +153,9 @@ class StageModel:
         return SequenceCache(torch.empty(shape, device=self.device, dtype=self.dtype))
 
     def _check(self, rows: Sequence[Row], x: Tensor) -> None:
-        """Raise ValueError for rows that cannot be run, before any cache changes."""
-        if not rows:
-            raise ValueError("there are no rows")
-        if len({row.sequence for row in rows}) < len(rows):
-            raise ValueError("a sequence is in more than one row")
+        """Raise ValueError for rows that cannot be run, before any cache changes. Their fields are valid: `wire.read_batch`."""
         limit = self.config.max_seq_len
         for row in rows:
-            if row.start < 0 or row.count < 1:
-                raise ValueError(f"sequence {row.sequence}: {row.count} tokens from position {row.start} are not valid")
             if row.end > limit:
                 raise ValueError(f"sequence {row.sequence}: {row.end} tokens do not fit max_seq_len {limit}")
         held = self.lengths()

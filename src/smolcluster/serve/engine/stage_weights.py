@@ -21,12 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class StageWeights:
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, *, source: ModelSource | None = None, files: Path | None = None
-    ) -> None:
-        """`source`: a model that is open already. `files`: the file or folder that the front may name."""
-        self._device, self._dtype, self._source = device, dtype, source
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, files: Path | None = None) -> None:
+        """`files`: the file or folder that the front may name."""
+        self._device, self._dtype = device, dtype
         self._files = None if files is None else files.resolve()
+        self._source: ModelSource | None = None  # the one opened last
         self.tensors: dict[str, Tensor] = {}
 
     @property
@@ -39,17 +38,22 @@ class StageWeights:
     def receive(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = {name: tensor.to(self._device, self._dtype) for name, tensor in tensors.items()}
 
-    def load(self, model: ServedModel, assignment: Assignment, *, has_first: bool, has_last: bool) -> bool:
+    def load(self, model: ServedModel, assignment: Assignment) -> bool:
         """Read what is missing from files. Return False if this machine has none of them."""
         source, layers = self._find(model), assignment.layers
         if source is None:
             return False
         names = part_of(self.tensors, model.config, layers, first=assignment.first, last=assignment.last)
         kept = {name: self.tensors[name] for name in names}
-        missing = [n for n in layers if not part_of(kept, model.config, range(n, n + 1), first=False, last=False)]
-        first, last = assignment.first and not has_first, assignment.last and not has_last
+        names, none = list(model.config.shapes()), range(layers.start, layers.start)
+
+        def lacks(part: range, *, first: bool = False, last: bool = False) -> bool:
+            return not kept.keys() >= set(part_of(names, model.config, part, first=first, last=last))
+
+        missing = [n for n in layers if lacks(range(n, n + 1))]
+        first, last = assignment.first and lacks(none, first=True), assignment.last and lacks(none, last=True)
         self.tensors = kept  # frees the others before any are read
-        spans = _spans(missing) or [range(layers.start, layers.start)]
+        spans = _spans(missing) or [none]
         for number, span in enumerate(spans):
             kept |= source.load(
                 span,

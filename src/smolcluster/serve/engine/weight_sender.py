@@ -16,7 +16,7 @@ SLICES_AHEAD = 4  # queued on a link
 
 
 class WeightSender:
-    """Reads and sends on a thread of its own: a link takes time, and one share of the model is in memory at once."""
+    """Reads and sends on a separate thread, one share of the model after the other."""
 
     def __init__(self, transport: Transport, source: ModelSource) -> None:
         self._transport, self._source = transport, source

@@ -293,7 +293,7 @@ def landing(head: Head, *, num_tokens: int, width: int | None) -> Tensor | None:
         wanted, shape = DTYPES[head.codec], (num_tokens, width)
     else:
         return None
-    if (head.dtype, head.shape) != (str(wanted).removeprefix("torch."), shape):
+    if (head.dtype, head.shape) != (type_name(wanted), shape):
         return None
     return torch.empty(shape, dtype=wanted)
 

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+STATIC = Path(__file__).parents[1] / "static"
 DRAIN_S = 1.0  # for running answers, when the server stops; less than HttpLimits.ending_s
 POLL_S = 0.1  # polling interval of /events
 KEEP_ALIVE_S = 15.0  # keep-alive interval of /events: only writing detects a vanished viewer
@@ -110,11 +111,10 @@ class Api:
         *,
         key: str | None = None,
         allow_hosts: Iterable[str] = (),
-        static: Path | None = None,
         write_s: float = WRITE_S,
     ) -> None:
         self.service, self._key, self._write_s = service, key, write_s
-        self._files = static_files(static) if static is not None else {}
+        self._files = static_files(STATIC)
         self._created = int(time.time())
         self._closing = asyncio.Event()
         self._viewers = self._preparing = 0
@@ -238,12 +238,8 @@ class Api:
     async def _streamed(self, request: Request, job: CompletionJob, frames: Frames) -> Response:
         """Wait for the first chunk: an error before it still gets its own status."""
         pieces = self.service.stream(job)
-
-        async def first() -> TextChunk:
-            return await anext(pieces)
-
         try:
-            piece = await while_connected(request.receive, first())
+            piece = await while_connected(request.receive, anext(pieces))
         except BaseException:
             await pieces.aclose()
             raise
@@ -289,7 +285,7 @@ class Api:
                 "limits": asdict(service.limits),
                 "needs_key": self._key is not None,
                 "version": smolcluster.__version__,
-                "chat": service.chats,
+                "chat": service.text.has_template,
                 "openings": list(service.openings),
             }
         )

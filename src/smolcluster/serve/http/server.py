@@ -8,7 +8,6 @@ import dataclasses
 import socket
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from smolcluster.errors import needed
 from smolcluster.serve.http.api import Api, error_json
@@ -19,7 +18,6 @@ from smolcluster.web.guard import choose_token
 
 PORT = 5050
 PORTS_TRIED = 10  # from PORT on, where no port was given
-STATIC = Path(__file__).parents[1] / "static"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +28,6 @@ class HttpSettings:
     port: int | None = None
     key: str | None = dataclasses.field(default=None, repr=False)
     allow_hosts: tuple[str, ...] = ()
-    static: Path | None = STATIC
     limits: HttpLimits = dataclasses.field(default_factory=HttpLimits)
 
     def checked(self) -> HttpSettings:
@@ -62,7 +59,6 @@ async def serve(
             service,
             key=settings.key,
             allow_hosts=(*settings.allow_hosts, *server.names_here(settings.bind)),
-            static=settings.static,
             write_s=settings.limits.write_s,
         )
         await server.serve(

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -152,13 +151,12 @@ class Service:
         model_name: str,
         limits: ServiceLimits | None = None,
         defaults: SamplingParams | None = None,
-        chats: bool = True,
         openings: Sequence[str] = (),
     ) -> None:
-        """`chats`: the model has a chat template; else pages offer to continue a text, such as one of `openings`."""
+        """`openings`: beginnings of texts that pages offer to continue if the model has no chat template."""
         self.engine, self.text, self.model_name = engine, text, model_name
         self.limits, self.defaults = limits or ServiceLimits(), defaults or SamplingParams()
-        self.chats, self.openings = chats, tuple(openings)
+        self.openings = tuple(openings)
         self.metrics = Metrics(engine.state)
         self.sequences = 0  # of all running jobs
         self._ending = False
@@ -211,7 +209,7 @@ class Service:
             value = getattr(request, name)
             if value is None:
                 continue
-            if not (math.isfinite(value) and low <= value <= high):
+            if not low <= value <= high:  # nor NaN
                 raise BadRequest(f"{name} is {_short(value)}; it must be {low:g} to {high:g}", name)
             given[name] = float(value)
         if given.get("top_p") == 0:

@@ -1,7 +1,7 @@
-// The server: answers as they are written, and what its machines do. What goes wrong becomes a sentence.
+// Client of the server: streamed answers, and the state of the engine. Errors become sentences.
 
 export class Failure extends Error {
-  /** `kind`: key, busy, away, lost, broken, refused. `retryAfter` in seconds, where the server sent it. */
+  /** `kind`: key, busy, away, lost, broken, refused. `retryAfter` in seconds, if the server sent it. */
   constructor(message, { kind, status = null, retryAfter = null }) {
     super(message);
     Object.assign(this, { kind, status, retryAfter });
@@ -25,13 +25,13 @@ export async function ask(path) {
   return answer.json();
 }
 
-/** Whether the key is the right one; then the browser has a cookie. */
+/** Return whether the key is right; then the browser has a cookie. */
 export async function login(key) {
   const answer = await send("/login", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ key }) });
   return answer.ok;
 }
 
-/** {text}, {finish} and {usage} as they come. Ends only when the answer is whole. */
+/** Yield {text}, {finish} and {usage} as they arrive. Throws if the stream ends before the answer does. */
 export async function* chat(body, signal) {
   const answer = await send(body.messages ? "/v1/chat/completions" : "/v1/completions", {
     method: "POST",
@@ -62,7 +62,7 @@ export async function* chat(body, signal) {
   if (!whole) throw new Failure("The answer broke off: the connection to the server was lost.", { kind: "broken" });
 }
 
-/** The data of server-sent events. */
+/** Yield the data of server-sent events. */
 async function* events(body) {
   const reader = body.getReader();
   const decoder = new TextDecoder();
@@ -87,10 +87,9 @@ async function* events(body) {
 async function failure(answer) {
   let reason = "";
   try {
-    const body = await answer.json();
-    reason = body?.error?.message ?? (typeof body?.error === "string" ? body.error : "");
+    reason = (await answer.json())?.error?.message ?? "";
   } catch {
-    // not in the form that was promised
+    // not JSON
   }
   const wait = Number.parseFloat(answer.headers.get("retry-after"));
   const details = { status: answer.status, retryAfter: Number.isFinite(wait) ? Math.min(Math.max(wait, 0), 600) : null };
@@ -108,7 +107,7 @@ async function failure(answer) {
   }
 }
 
-/** Begins with a capital and ends with a full stop. */
+/** Capitalize, and end with a full stop. */
 function sentence(words, otherwise) {
   const trimmed = String(words ?? "").trim();
   if (!trimmed) return otherwise;
@@ -116,12 +115,12 @@ function sentence(words, otherwise) {
   return /[.!?]$/.test(upper) ? upper : `${upper}.`;
 }
 
-/** The engine's state whenever it changes; reconnects when the connection breaks. */
+/** Report the engine's state whenever it changes. Reconnects when the connection breaks. */
 export function follow({ changed, connection }) {
   let retry = 0;
   const open = () => {
     const source = new EventSource("/events");
-    const hear = (event) => {
+    const received = (event) => {
       let state;
       try {
         state = JSON.parse(event.data);
@@ -131,7 +130,7 @@ export function follow({ changed, connection }) {
       connection(true);
       if (state && typeof state === "object") changed(state);
     };
-    for (const name of ["message", "state"]) source.addEventListener(name, hear);
+    source.addEventListener("message", received);
     source.addEventListener("error", () => {
       connection(false);
       if (source.readyState !== EventSource.CLOSED) return; // the browser tries again by itself

@@ -1,4 +1,4 @@
-// The page: one conversation, the answer that is being written, and what there is around it.
+// The page: one conversation, the answer that is being streamed, and the controls around them.
 
 import { ask, chat, Failure, follow, login } from "./api.js";
 import * as conversations from "./conversations.js";
@@ -46,7 +46,7 @@ function show() {
   toEnd();
 }
 
-/** Everything that depends on what there is: the list, the title, which buttons stand where. */
+/** Update what depends on the conversation: the list, the title, the buttons. */
 function around() {
   const { messages } = conversation;
   $("empty").hidden = messages.length > 0;
@@ -129,7 +129,7 @@ function userNode(message) {
   return el("article", { class: "user" }, el("h3", { class: "sr" }, "You"), edit, el("div", { class: "bubble", dir: "auto" }, message.content));
 }
 
-/** One answer: its text, and what is known about how it was made. */
+/** One answer: its text and its statistics. */
 class Answer {
   constructor(message, { live = false } = {}) {
     this.message = message;
@@ -151,7 +151,7 @@ class Answer {
     this.markdown.push(piece);
     if (this.node.dataset.live === "first") this.node.dataset.live = "yes";
     if (this.pending) return;
-    // What takes long is drawn less often, so that the page stays quick.
+    // Long answers are drawn less often, so that the page stays responsive.
     const wait = Math.min(1000, this.tookMs * 4 - 16);
     const later = () => (this.pending = requestAnimationFrame(() => this.draw()));
     if (wait > 16) this.pending = setTimeout(later, wait);
@@ -282,7 +282,7 @@ async function answer() {
   }
 }
 
-/** The text of a model that continues one. What a person adds begins a new line. */
+/** The text to continue; each message of the user begins a new line. */
 function soFar(messages) {
   return messages.reduce((text, { role, content }) => text + (role === "user" && text && !text.endsWith("\n") ? "\n" : "") + content, "");
 }
@@ -296,7 +296,7 @@ function ready(signal) {
   });
 }
 
-/** What has come so far is kept by `answer`, which ends now. */
+/** Abort the running answer; `answer` keeps the text received so far. */
 function stop() {
   stopWaiting();
   running?.controller.abort();
@@ -306,7 +306,7 @@ function keep(one) {
   if (!deleted.has(one.id) && !conversations.keep(one)) notice("This browser has no room for the conversation: it will be gone with this page.", "warn");
 }
 
-// When it fails
+// Failures
 
 function fail(problem) {
   if (problem.kind === "key") {
@@ -335,7 +335,7 @@ function fail(problem) {
   }
 }
 
-/** The last question goes from the conversation to where it was written. */
+/** Move the last question from the conversation back to the input. */
 function takeBack() {
   const last = conversation.messages.at(-1);
   if (last?.role !== "user") return;
@@ -402,7 +402,7 @@ function opened() {
   question.focus();
 }
 
-/** `#key=...`, as the command prints it. Whether there was one that opens the page. */
+/** Take `#key=...` from the address. Return whether there was one and it is right. */
 async function takeKey() {
   const key = location.hash.match(/^#(?:key|token)=(.+)$/)?.[1];
   if (!key) return false;
@@ -457,7 +457,7 @@ function status() {
   text($("load"), engine && connected ? [busy ? `${busy} answering` : "", queue ? `${queue} waiting` : ""].filter(Boolean).join(", ") : "");
 }
 
-/** Whether the line to the server stands. One that is back may serve another model. */
+/** Called when the connection opens or breaks. A server that is back may serve another model. */
 function heard(good) {
   const back = good && connected === false;
   connected = good;
@@ -504,12 +504,10 @@ function showSettings() {
   const how = continues ? " It has no chat template: it goes on with what you write." : "";
   text($("what"), model ? `${model} runs on your own machines${room}.${how}` : "");
   $("open-settings").dataset.touched = settings.touched() ? "yes" : "";
-  const label = el("span");
-  summary(settings, label);
-  $("open-settings").setAttribute("aria-label", label.textContent);
+  $("open-settings").setAttribute("aria-label", summary(settings));
 }
 
-// Drawers, the end of the page, the size of things
+// Drawers, scrolling, sizes
 
 const OPENERS = { side: "menu", settings: "open-settings" };
 

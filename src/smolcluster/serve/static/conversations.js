@@ -1,4 +1,4 @@
-// Conversations, kept in this browser and nowhere else. One entry each, so that two windows do not write over each other.
+// Conversations, stored in this browser only. One entry each, so that two windows do not overwrite each other.
 
 const PREFIX = "smolcluster.chat.";
 const MAX_STORED = 50;
@@ -20,7 +20,7 @@ function entries() {
   return found.sort((a, b) => b.conversation.updated - a.conversation.updated);
 }
 
-/** What is stored may be from another version, or from another user of this address. */
+/** Parse a stored conversation, which may be of another version or another server at this address. */
 function read(value) {
   let found;
   try {
@@ -40,7 +40,7 @@ export function create() {
   return { id: `${Date.now().toString(36)}${random[0].toString(36)}${random[1].toString(36)}`, updated: Date.now(), messages: [] };
 }
 
-/** False where it could not be kept. The oldest others go when there is no room. */
+/** Store a conversation; delete the oldest others if there is no room. Return false if it could not be stored. */
 export function keep(conversation) {
   if (!conversation.messages.length) return true;
   const value = JSON.stringify(conversation);

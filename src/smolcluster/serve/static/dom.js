@@ -1,16 +1,16 @@
-// What this page is built of, beyond plain elements.
+// Icons and copy buttons, beside the elements that all pages share.
 
 import { el, svg, text } from "./elements.js";
 
 export { el, keyed, text } from "./elements.js";
 
-/** A drawing of 20 by 20, of strokes. */
+/** An icon of 20 by 20, drawn with strokes. */
 export function icon(path) {
   const line = svg("path", { d: path, fill: "none", stroke: "currentColor", "stroke-width": 1.6, "stroke-linecap": "round", "stroke-linejoin": "round" });
   return svg("svg", { viewBox: "0 0 20 20", width: 18, height: 18, "aria-hidden": "true" }, line);
 }
 
-/** To the clipboard; the old way where the page is not from this machine and has no certificate. */
+/** Copy to the clipboard; with execCommand in an insecure context (http from another machine). */
 export async function copy(string) {
   try {
     await navigator.clipboard.writeText(string);
@@ -25,7 +25,7 @@ export async function copy(string) {
     try {
       done = document.execCommand("copy");
     } catch {
-      // then it is not possible here
+      // not supported
     }
     box.remove();
     before?.focus?.();

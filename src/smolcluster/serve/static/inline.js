@@ -1,4 +1,4 @@
-// The inside of a paragraph, from Markdown to nodes: code, emphasis, links, line breaks. What is not one of these stays text.
+// Inline Markdown to nodes: code, emphasis, links, line breaks. Everything else stays text.
 //
 // Every step is linear in the length of the text, or bounded: a model may write anything.
 
@@ -14,7 +14,7 @@ const PUNCTUATION = /[\p{P}\p{S}]/u;
 const BARE = /https?:\/\/[^\s<>"'`]{1,2100}/y;
 const ANGLE = /<((?:https?:\/\/|mailto:)[^\s<>]{1,2100})>/y;
 
-/** The address if it is one that may be followed: absolute, and http, https or mailto. */
+/** Return the address if it is absolute and http, https or mailto; else null. */
 export function safeAddress(address) {
   if (address.length > LONGEST_ADDRESS) return null;
   try {
@@ -99,7 +99,7 @@ export function inline(source, { links = true } = {}) {
   return out.nodes();
 }
 
-/** Where code begins and ends, and which brackets belong together: known before anything else, since both bind stronger. */
+/** Find code spans and matching brackets first: both bind stronger than emphasis. */
 function scan(source, links) {
   const runs = []; // of backticks
   for (const match of source.matchAll(/`+/g)) runs.push({ at: match.index, length: match[0].length });
@@ -141,7 +141,7 @@ function unpadded(code) {
   return flat.length > 2 && flat.startsWith(" ") && flat.endsWith(" ") && flat.trim() ? flat.slice(1, -1) : flat;
 }
 
-/** `(address "title")` at a place; null where there is none. */
+/** Parse `(address "title")` at a position; null if there is none. */
 function destination(source, at) {
   if (source[at] !== "(") return null;
   const limit = Math.min(source.length, at + LONGEST_ADDRESS + 200);

@@ -1,6 +1,6 @@
-// Markdown as it arrives, piece by piece, to nodes. There is no HTML in it anywhere: tags are text.
+// Incremental Markdown to DOM nodes. HTML is not supported: tags are text.
 //
-//   blocks(text)     what it is made of: pure, lines in, plain objects out
+//   blocks(text)     parse into blocks: pure, plain objects
 //   new Markdown()   a node that text is pushed to; only the blocks that may still change are drawn again
 
 import { copyButton, el } from "./dom.js";
@@ -125,7 +125,7 @@ function list(lines, from, depth) {
   return items.length ? { kind: "list", from, to, ordered: first.number !== null, start: first.number ?? 1, loose, items } : null;
 }
 
-/** The head of an item: how far in it stands, where its text begins. */
+/** Parse the marker of a list item: its indentation, and where its text begins. */
 function item(line) {
   const found = line.match(ITEM);
   if (!found) return null;
@@ -218,7 +218,7 @@ function drawTable(block) {
 
 const drawRow = ({ align }, values, tag = "td") => el("tr", {}, values.map((value, i) => el(tag, { class: align[i], scope: tag === "th" ? "col" : null }, inline(value))));
 
-/** A block that has only grown: what stands already stays, and so does a selection in it. False where that cannot be. */
+/** Extend a block that has only grown, so that a selection in it survives. Return false if that is not possible. */
 function grown(node, old, block) {
   if (old.kind !== block.kind) return false;
   if (block.kind === "code" && old.language === block.language && block.text.startsWith(old.text)) {
@@ -244,7 +244,7 @@ function patch(parent, old, items, make) {
   for (const item of items.slice(alike)) parent.append(make(item));
 }
 
-/** An answer that grows. */
+/** A text that grows. */
 export class Markdown {
   constructor() {
     this.node = el("div", { class: "markdown", dir: "auto" });
@@ -257,7 +257,7 @@ export class Markdown {
     this.source += piece;
   }
 
-  /** Draw what has changed. A block is settled when what makes the one behind it such a block is whole. */
+  /** Draw what has changed. A block is settled once the next one is recognized. */
   draw() {
     const rest = this.source.slice(this.settled);
     const found = blocks(rest);
@@ -289,7 +289,7 @@ function offset(text, line) {
   return at;
 }
 
-/** A whole text at once. */
+/** Draw a whole text at once. */
 export function markdown(source) {
   const whole = new Markdown();
   whole.push(source);

@@ -1,6 +1,6 @@
-// How answers are made: only what the user has set is sent; the rest is the server's default.
+// Sampling settings. Only those that the user has set are sent; the server has defaults for the others.
 
-import { el, text } from "./dom.js";
+import { el } from "./dom.js";
 
 const KEY = "smolcluster.settings";
 
@@ -103,7 +103,7 @@ export class Settings {
     return models.includes(this.set.model) ? this.set.model : models[0];
   }
 
-  /** The part of a request that is not the conversation. */
+  /** Return the fields of a request beside the conversation. */
   request() {
     const sampling = Object.fromEntries(FIELDS.filter(({ name }) => this.set[name] !== undefined).map((field) => [field.name, fitting(this.set[field.name], this.ranged(field))]));
     return { model: this.chosenModel(), ...sampling };
@@ -114,7 +114,7 @@ export class Settings {
   }
 }
 
-/** The nearest value in the range; null for what is no number. */
+/** Clamp to the range; null if it is not a number. */
 function fitting(value, { min, max, whole }) {
   const number = typeof value === "string" && !value.trim() ? Number.NaN : Number(value);
   if (!Number.isFinite(number)) return null;
@@ -134,8 +134,8 @@ function stored() {
   }
 }
 
-/** As text, for screen readers. */
-export function summary(settings, node) {
+/** A label for screen readers. */
+export function summary(settings) {
   const count = settings.touched();
-  text(node, count === 0 ? "Settings" : `Settings, ${count} changed`);
+  return count === 0 ? "Settings" : `Settings, ${count} changed`;
 }

@@ -1,4 +1,4 @@
-// Which machine holds which layers, in order, and every token on its way through them.
+// The machines with their layers, in order, and the tokens that pass through them.
 //
 //   layers 0-14              layers 15-29                the model, as wide as it is deep
 //   mini1  mini2             pi5             | spare     their machines
@@ -13,7 +13,7 @@ const COLORS = 8;
 /** First and number of the layers of each stage: `layers` has its first and its last. */
 const spans = (stages) => stages.map(({ layers: [first, last] }) => ({ first, count: Math.max(1, last - first + 1) }));
 
-/** In a sentence, what is missing; null when nothing is. */
+/** Return a sentence about missing layers; null if none is missing. */
 export function missing(state) {
   const all = (state.stages ?? []).filter((stage) => Array.isArray(stage.layers));
   const starting = state.wanted ? `: ${state.there ?? 0} of ${state.wanted} stages are there` : "";
@@ -98,7 +98,7 @@ export class Strip {
     keyed(this.spares, spares, naming(), newMachine, (node, machine) => showMachine(node, machine, "spare"));
   }
 
-  /** A token of this page's own answer has come. */
+  /** Show a token of this page's own answer. */
   token() {
     this.passed += 1;
     this.node.dataset.tokens = this.passed;
@@ -137,7 +137,7 @@ export class Strip {
   }
 }
 
-/** Several may have one name: the second of it is another. */
+/** Return unique keys for machines, several of which may have one name. */
 function naming() {
   const seen = new Map();
   return ({ name }) => {

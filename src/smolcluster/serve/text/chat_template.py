@@ -44,27 +44,24 @@ def check_template(source: str) -> str:
     return source
 
 
-class ChatTemplate:
-    def __init__(self, source: str) -> None:
-        self._source = check_template(source)
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    return _environment().from_string(source)  # evaluates constants
 
-    @functools.cached_property
-    def _template(self) -> Any:
-        return _environment().from_string(self._source)  # evaluates constants
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, names: Mapping[str, str]) -> str:
-        """Return the prompt of a conversation. `names`: special tokens. Raises TemplateFailed."""
-        pieces, length = [], 0
-        try:
-            given = {"add_generation_prompt": True, "tools": None, "documents": None, **names}
-            for piece in self._template.generate(messages=[dict(message) for message in messages], **given):
-                length += len(piece)
-                if length > _TEXT_LIMIT:
-                    raise OverflowError(f"it writes more than {_TEXT_LIMIT} characters")
-                pieces.append(piece)
-        except Exception as error:
-            raise TemplateFailed(str(error) or type(error).__name__) from error
-        return "".join(pieces)
+def render(source: str, messages: Sequence[Mapping[str, str]], *, names: Mapping[str, str]) -> str:
+    """Return the prompt of a conversation. `names`: special tokens. Raises TemplateFailed."""
+    pieces, length = [], 0
+    try:
+        given = {"add_generation_prompt": True, "tools": None, "documents": None, **names}
+        for piece in _compiled(source).generate(messages=[dict(message) for message in messages], **given):
+            length += len(piece)
+            if length > _TEXT_LIMIT:
+                raise OverflowError(f"it writes more than {_TEXT_LIMIT} characters")
+            pieces.append(piece)
+    except Exception as error:
+        raise TemplateFailed(str(error) or type(error).__name__) from error
+    return "".join(pieces)
 
 
 def _check_version() -> None:

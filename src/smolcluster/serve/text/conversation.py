@@ -21,7 +21,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from smolcluster.errors import UserError
-from smolcluster.serve.text.rendering import Renderer
+from smolcluster.serve.text.chat_template import check_template
+from smolcluster.serve.text.rendering import render_in_child
 from smolcluster.serve.text.vocabulary import AddedToken, Vocabulary
 
 _ROLE = re.compile(r"[A-Za-z][A-Za-z_]{0,31}")
@@ -46,7 +47,7 @@ class ChatTokenizer:
         self.vocab_size = vocabulary.size
         self.stop_tokens = stop_tokens
         self._vocabulary = vocabulary
-        self._template = None if template is None else Renderer(template)
+        self._template = None if template is None else check_template(template)  # reports syntax errors early
         self._first, self._first_in_chat = list(first), first_in_chat or template is None
         self._names = dict(names or {})
         self._hidden = frozenset(marker.token for marker in vocabulary.markers if marker.special) | stop_tokens
@@ -92,8 +93,8 @@ class ChatTokenizer:
         """Return the bytes of a token; of an added token, its name."""
         return self._vocabulary.token_bytes(token)
 
-    def _render(self, messages: list[dict[str, str]], template: Renderer) -> list[int]:
-        seen = set().union(template.source, *(message["content"] for message in messages))
+    def _render(self, messages: list[dict[str, str]], template: str) -> list[int]:
+        seen = set().union(template, *(message["content"] for message in messages))
         unused = (chr(code) for code in _PRIVATE if chr(code) not in seen)
         guard, edge = next(unused, ""), next(unused, "")
         if not edge:
@@ -111,7 +112,7 @@ class ChatTokenizer:
             return f"{content[:begin]}{edge}{inner}{edge}{content[begin + len(content.strip()) :]}"
 
         guarded_messages = [{**message, "content": guarded(message["content"])} for message in messages]
-        text = template.render(guarded_messages, names=self._names)
+        text = render_in_child(template, guarded_messages, names=self._names)
         own = None if self._reserved is None else re.compile(f"(?<!{guard}){self._reserved.pattern}", re.DOTALL)
         return self._encode(text, own, without=(guard, edge))
 

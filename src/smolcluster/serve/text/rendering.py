@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import functools
 import gc
 import json
 import os
@@ -25,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smolcluster.serve.text.chat_template import ChatTemplate, TemplateFailed, check_template
+from smolcluster.serve.text.chat_template import TemplateFailed, check_template, render
 
 RENDER_S = 5.0  # usually milliseconds
 START_S = 60.0  # to import Jinja on a busy machine
@@ -46,31 +45,21 @@ def resident_bytes(pid: int) -> int:
     return int(shown.strip() or 0) << 10
 
 
-class Renderer:
-    """A template that is parsed here, to report syntax errors early, and rendered in a child. Thread-safe."""
+def render_in_child(source: str, messages: Sequence[Mapping[str, str]], *, names: Mapping[str, str]) -> str:
+    """Return the prompt of a conversation. Raises TemplateFailed if the template refuses it or exceeds its limits.
 
-    def __init__(self, source: str) -> None:
-        self.source = check_template(source)
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        names: Mapping[str, str],
-        within_s: float | None = None,
-    ) -> str:
-        """Return the prompt of a conversation. Raises TemplateFailed if the template refuses it or exceeds its limits."""
-        within_s = RENDER_S if within_s is None else within_s
-        asked = {
-            "source": self.source,
-            "messages": [dict(message) for message in messages],
-            "names": dict(names),
-            "within_s": within_s,
-        }
-        answer = _POOL.ask(asked, within_s=within_s)
-        if "text" not in answer:
-            raise TemplateFailed(str(answer.get("error")))
-        return str(answer["text"])
+    Thread-safe.
+    """
+    asked = {
+        "source": source,
+        "messages": [dict(message) for message in messages],
+        "names": dict(names),
+        "within_s": RENDER_S,
+    }
+    answer = _POOL.ask(asked)
+    if "text" not in answer:
+        raise TemplateFailed(str(answer.get("error")))
+    return str(answer["text"])
 
 
 class _Process:
@@ -91,13 +80,13 @@ class _Process:
         )
         self._started = False
 
-    def ask(self, asked: dict[str, Any], *, within_s: float) -> dict[str, Any] | None:
+    def ask(self, asked: dict[str, Any]) -> dict[str, Any] | None:
         """Return the answer, None if the child died."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         answered = threading.Event()
-        deadline_s = within_s + KILL_S + (0.0 if self._started else START_S)
+        deadline_s = asked["within_s"] + KILL_S + (0.0 if self._started else START_S)
         killer = threading.Thread(target=self._kill_at_limit, args=(answered, deadline_s), daemon=True)
         killer.start()
         try:
@@ -140,18 +129,19 @@ class _Pool:
         for _ in range(MAX_PROCESSES):
             self._idle.put(None)
 
-    def ask(self, asked: dict[str, Any], *, within_s: float) -> dict[str, Any]:
+    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
         process = self._idle.get()
         try:
             if process is not None and not process.alive:
                 process.end()
                 process = None
             process = process or _Process()
-            answer = process.ask(asked, within_s=within_s)
+            answer = process.ask(asked)
             if answer is None:
                 process.end()
                 process = None
-                raise TemplateFailed(f"it takes longer than {within_s:g} s, or more than {MEMORY_BYTES >> 20} MB")
+                limits = f"longer than {asked['within_s']:g} s, or more than {MEMORY_BYTES >> 20} MB"
+                raise TemplateFailed(f"it takes {limits}")
             return answer
         finally:
             self._idle.put(process)
@@ -170,14 +160,9 @@ atexit.register(_POOL.close)
 # The child
 
 
-@functools.lru_cache(maxsize=8)
-def _compiled(source: str) -> ChatTemplate:
-    return ChatTemplate(source)
-
-
 def _answer(asked: dict[str, Any]) -> dict[str, str]:
     try:
-        return {"text": _compiled(asked["source"]).render(asked["messages"], names=asked["names"])}
+        return {"text": render(asked["source"], asked["messages"], names=asked["names"])}
     except TemplateFailed as failed:
         answer = {"error": failed.detail}
     gc.collect()  # what the traceback kept counts in the limit of the next conversation
@@ -194,7 +179,7 @@ def _bound_memory() -> None:
 
 def main() -> None:
     """Serve until the parent closes the pipe. faulthandler's watchdog exits at the deadline, even while the GIL is held."""
-    _compiled("")  # imports Jinja
+    check_template("")  # imports Jinja
     _bound_memory()
     with Path(os.devnull).open("w") as nowhere:
         for line in sys.stdin.buffer:

@@ -1,4 +1,4 @@
-// Elements without HTML: what a run logs or a model writes is only ever text. Shared by all pages.
+// DOM elements without HTML strings: logs and model output are only ever text. Shared by all pages.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -27,7 +27,7 @@ export function text(node, value) {
   if (node.textContent !== string) node.textContent = string;
 }
 
-/** Children of `parent`, one for each item, made once and updated in place: focus and selection survive. */
+/** Keep one child of `parent` for each item, updated in place: focus and selection survive. */
 export function keyed(parent, items, key, create, update) {
   const old = new Map();
   for (const child of parent.children) old.set(child.dataset.key, child);
