@@ -895,7 +895,7 @@ def test_a_state_that_comes_before_its_view_is_kept() -> None:
         _check_stop=lambda: None,
         _report_waiting=lambda: None,
         _peers=SimpleNamespace(receive_state=receive_state),
-        load_state=loaded.append,
+        _strategy=SimpleNamespace(load_state=loaded.append),
     )
     received = [ElasticRounds._receive_state(cast(ElasticRounds, worker), View(epoch, 0, ())) for epoch in (4, 5)]
     assert received == [False, True]

@@ -64,8 +64,7 @@ CONNECT_S = 5.0  # for workers to connect to each other, unless cluster.silence_
 class ElasticRounds(Rounds, MemberSide):
     def __init__(self, strategy: Exchanging[Any], combination: Combination) -> None:
         super().__init__(combination, num_slots=strategy.rounds_in_flight + 1, local_steps=strategy.local_steps)
-        self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
-        self.init_member()
+        self.init_member(strategy)
         state_bytes = 8 * sum(t.nbytes for t in self.replica.weights().values())
         # No timeout: the transport detects dead peers, and the coordinator decides who is evicted.
         self._peers = Peers(
@@ -407,7 +406,7 @@ class ElasticRounds(Rounds, MemberSide):
                 return False
             self._donated = None
             if epoch == view.epoch:
-                self.load_state(State.unpacked(tensors, said["numbers"]))
+                self._strategy.load_state(State.unpacked(tensors, said["numbers"]))
                 self.flights.clear()
                 return True
         return False
@@ -446,9 +445,6 @@ class ElasticRounds(Rounds, MemberSide):
 
     def _suspect(self, rank: int, reason: str) -> None:
         self._link.send(Kind.SUSPECT, epoch=self._epoch, meta={"rank": rank, "reason": reason})
-
-    def load_state(self, state: State) -> None:
-        self._strategy.load_state(state)
 
 
 def connect_s(context: Context) -> float:

@@ -26,13 +26,8 @@ RETURN_S = 3.0  # a restarted server waits so long for its workers to reconnect
 
 
 class ServerSide(ABC):
-    context: Context
-    replica: Replica
-    stale_rejected: int
-    tokens_per_sample: int
-
-    def init_serving(self) -> None:
-        """Call once, before any worker joins."""
+    def __init__(self, context: Context, replica: Replica, *, tokens_per_sample: int = 1) -> None:
+        self.context, self.replica, self.tokens_per_sample = context, replica, tokens_per_sample
         self.gate = GradientGate()
         self.stale_rejected = 0
         self._shares: tuple[int, dict[Member, int]] | None = None  # the roster's epoch, and the batch sizes in it

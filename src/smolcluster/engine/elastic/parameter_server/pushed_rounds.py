@@ -28,7 +28,6 @@ from smolcluster.comm.rounds import AtServer, Committed, Contribution, ServerRou
 from smolcluster.compute.replica import Replica
 from smolcluster.config.options import ServedOptions
 from smolcluster.engine.elastic.member_side import MemberSide
-from smolcluster.strategies.base import State
 from smolcluster.strategies.base.replicated import Announced, Pushing
 
 SLOTS = 1  # memory for one mean
@@ -60,12 +59,12 @@ def _layout(shapes: dict[str, torch.Size]) -> list[tuple[str, tuple[int, ...]]]:
 
 class PushedRounds(ServerRounds, MemberSide):
     combination: AtServer
+    _strategy: Pushing[Any]
 
     def __init__(self, strategy: Pushing[Any], combination: AtServer) -> None:
         super().__init__(combination, num_slots=SLOTS)
-        self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
+        self.init_member(strategy)
         self._one_by_one = strategy.combined == "server, as they arrive"
-        self.init_member()
         self._packed = packed = PackedModel(self.replica, strategy.options)
         self._link.expect(Kind.WEIGHTS, packed.weights.payloads())
         self._link.expect(Kind.AVERAGE, (packed.changes if self._one_by_one else packed.gradients).payloads())
@@ -89,9 +88,6 @@ class PushedRounds(ServerRounds, MemberSide):
                 return False
             self._handle(message)
         return True
-
-    def load_state(self, state: State) -> None:
-        self._strategy.load_state(state)
 
     def own_state(self) -> dict[str, Tensor]:
         if self._feedback is None:
