@@ -2,7 +2,7 @@
 
 The server of these tests keeps one number and adds 1, 2, 3, ... to it, a record each. What it recovers must be the state
 after some number of records: of all that were acknowledged when it was killed, of all that were flushed when the power
-went. `Disk` is the model of test_checkpoint_faults: a crash at any operation, and what each kind of file system leaves.
+went. The disks are those of `disks.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults import test_checkpoint_faults as model
-from tests.faults.test_checkpoint_faults import Crash, ModelFile, Survivor, build, power_cut
+from tests.faults.disks import Crash, Disk, FastFiles, FullDisk, Stuck, sweep
 from tests.places import small_disk
 from torch import Tensor
 
@@ -97,11 +96,6 @@ class Server:
         """The state is that after `count` records, no more, no less."""
         expected = self.count * (self.count + 1) / 2
         assert torch.equal(self.total, torch.tensor([expected, -expected]))
-
-
-class FastFiles(model.FastFiles):
-    def fsync_file(self, path: Path) -> None:
-        pass
 
 
 class Hooked(FastFiles):
@@ -389,42 +383,6 @@ def test_after_kill_9_every_acknowledged_record_is_there_once(tmp_path: Path) ->
 # Power cuts
 
 
-def mixed(seed: int) -> Callable[[], Survivor]:
-    """Each name reaches the disk or not, and of what was not flushed some part, with zeros before, in or after it."""
-
-    def make() -> Survivor:
-        rng = random.Random(seed)
-        names = model.mixed(seed)().names
-
-        def data(file: ModelFile) -> bytes:
-            start, end = sorted(rng.randint(len(file.durable), len(file.data)) for _ in range(2))
-            holed = file.data[:start] + bytes(end - start) + file.data[end:]
-            return rng.choice([file.data[:end], file.data[:start].ljust(len(file.data), b"\0"), holed])
-
-        return Survivor(names, data)
-
-    return make
-
-
-ADVERSARIES = [model.kept, model.lost, model.renamed_before_data, model.zeroed, *(mixed(seed) for seed in range(4))]
-
-
-class Disk(model.Disk):
-    def fsync_file(self, path: Path) -> None:
-        def effect() -> None:
-            node = self.node(path)
-            assert isinstance(node, ModelFile)
-            if "fsync" not in self.ignore:
-                node.durable = node.data
-
-        self.operate("fsync_file", effect)
-
-    def copy_to(self, root: Path) -> Disk:
-        disk = super().copy_to(root)
-        disk.__class__ = Disk
-        return disk  # type: ignore[return-value]
-
-
 def short_life(server: Server) -> None:
     server.append()
     server.sync()
@@ -456,23 +414,25 @@ class Scenario:
 SCENARIOS = {"the first": Scenario(short_life, 0), "after a kill": Scenario(long_life, 2)}
 
 
-def live(scenario: Scenario, disk: Disk, *, crash_at: int = -1, when: str = "after") -> tuple[int, int, int]:
-    """How many records were flushed, acknowledged and attempted when it crashed; -1 for no crash."""
-    disk.crash_at, disk.when = crash_at, when
-    server = None
-    with contextlib.suppress(Crash):
-        server = Server(disk.root / "run" / "journal", files=disk)
-        scenario.life(server)
-        server.close()
-    assert disk.crashed == (crash_at >= 0), "the fault did not fire"
-    if server is None:
-        return 0, scenario.before, scenario.before
-    server.bury()
-    return (server.synced if disk.crashed else server.count), server.count, server.count + 1
-
-
 def violations(scenario: Scenario, tmp_path: Path, *, ignore: frozenset[str] = frozenset()) -> Iterator[str]:
     """Every crash, every adversary: what was found wrong."""
+
+    def live(disk: Disk) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the fewest and the most records that a kill, and a power cut, may leave."""
+        server = None
+        with contextlib.suppress(Crash):
+            server = Server(disk.root / "run" / "journal", files=disk)
+            scenario.life(server)
+            server.close()
+        if server is None:
+            return (scenario.before, scenario.before), (0, scenario.before)
+        server.bury()
+        return (server.count, server.count + 1), (server.synced if disk.crashed else server.count, server.count + 1)
+
+    def check(left: Path, expected: tuple[int, int], number: int) -> None:
+        survived = found(left / "run" / "journal", snapshot=number % 4 == 0)
+        assert expected[0] <= survived <= expected[1], f"{survived} of {expected[0]} to {expected[1]} records"
+
     prepared = Disk(tmp_path / "prepared", ignore=ignore)
     prepared.root.mkdir()
     if scenario.before:
@@ -480,31 +440,7 @@ def violations(scenario: Scenario, tmp_path: Path, *, ignore: frozenset[str] = f
         for _ in range(scenario.before):
             server.append()
         server.bury()
-    disk = prepared.copy_to(tmp_path / "disk")
-    live(scenario, disk)
-    crashes = [(-1, "after")]
-    for k, kind in enumerate(disk.operations):
-        crashes += [(k, when) for when in ("before", "half", "after") if when != "half" or kind in ("write", "remove")]
-    seen = set()
-    for crash_at, when in crashes:
-        disk = prepared.copy_to(tmp_path / "disk")
-        flushed, acknowledged, attempted = live(scenario, disk, crash_at=crash_at, when=when)
-        for index, adversary in enumerate(ADVERSARIES):
-            left = power_cut(disk.tree, adversary())
-            least = acknowledged if adversary is model.kept else flushed
-            key = (model.timeless(left), least, attempted)
-            if key in seen:
-                continue
-            seen.add(key)
-            folder = tmp_path / "left"
-            shutil.rmtree(folder, ignore_errors=True)
-            build(left, folder)
-            try:
-                survived = found(folder / "run" / "journal", snapshot=len(seen) % 4 == 0)
-                assert least <= survived <= attempted, f"{survived} of {least} to {attempted} records"
-            except (AssertionError, DamagedJournal) as error:
-                yield f"{when} operation {crash_at} ({disk.operations[-1]}), adversary {index}: {error}"
-    assert len(seen) > len(crashes), "the adversaries have no effect"
+    return sweep(prepared, tmp_path, live, check)
 
 
 @pytest.fixture
@@ -563,11 +499,6 @@ def test_what_comes_during_a_flush_is_flushed_by_the_next(tmp_path: Path) -> Non
 
 
 # A full or failing disk
-
-
-class FullDisk(model.FullDisk):
-    def fsync_file(self, path: Path) -> None:
-        self.check("fsync_file")
 
 
 KINDS: dict[str, tuple[Callable[[Server], None], set[str]]] = {
@@ -903,10 +834,6 @@ def test_a_flush_that_fails_in_the_background_is_told_once(tmp_path: Path, caplo
 
 
 def test_old_files_that_cannot_be_removed_mislead_no_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Stuck(FastFiles):
-        def remove(self, path: Path) -> None:
-            raise PermissionError(errno.EACCES, "in use", str(path))
-
     server = Server(tmp_path, files=Stuck())
     for _ in range(3):
         server.append()
@@ -1005,16 +932,13 @@ def test_a_damaged_snapshot_is_an_error_when_the_log_before_it_is_gone(sealed: P
 def test_a_damaged_snapshot_falls_back_when_the_log_before_it_is_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Stuck(FastFiles):
-        def remove(self, path: Path) -> None:
-            raise PermissionError(errno.EACCES, "in use", str(path))
-
+    class StuckForGood(Stuck):
         def rename(self, source: Path, target: Path) -> None:
             if source.name.startswith("step-"):  # the snapshot before is kept, too
                 raise PermissionError(errno.EACCES, "in use", str(source))
             super().rename(source, target)
 
-    server = Server(tmp_path, files=Stuck())
+    server = Server(tmp_path, files=StuckForGood())
     server.append()
     server.snapshot()
     server.append()
