@@ -19,7 +19,7 @@ from smolcluster.data.sampler import Indices, Sampler, ShardedSampler
 
 
 class Reader(Protocol):
-    repeat: int  # how many steps before this one have its number, in this round
+    repeat: int  # how many earlier steps of this round have the same number
 
     def next(self, done: int) -> tuple[int, Indices] | None:
         """Return the next step after `done` and its samples; None when the run is over."""

@@ -114,7 +114,7 @@ class Role(ABC):
             self._warn(not_used(self.config.strategy.name, self.spec.plane, ignored))
 
     def _use_preset(self, pick: LinkPick, *, lead: bool) -> Config:
-        """Train with a preset that was picked by the measured link. `lead`: record it, for when the run goes on."""
+        """Train with a preset that was picked by the measured link. `lead`: record it, so that a resumed run keeps it."""
         strategy, chosen = self.config.strategy, {"preset": pick.preset}
         if self.spec.plane == "elastic":  # the coordinator was made for rounds of this length
             chosen["inner_steps"] = getattr(self.options, "inner_steps", None)

@@ -54,7 +54,7 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.run_length import last_step, more_of, samples_read
 from smolcluster.engine.summary import evaluation_summary, join_ranks, last_known
 from smolcluster.engine.trial import needs_trial
-from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
+from smolcluster.errors import DamagedCheckpoint, UserError
 from smolcluster.observe.events import Failed, Phase, RunFinished
 from smolcluster.observe.jsonl import MetricsFile, read_metrics, truncate_metrics
 from smolcluster.parallel.placement import Node
@@ -202,9 +202,14 @@ class Worker(Role):
     def _find(self) -> None:
         """Read and check the checkpoint on the lead rank, before anything is built: the steps that are left follow from it."""
         head: dict[str, Any] | None = None
-        if self.lead:
-            try:
-                path, self.found = self._find_checkpoint(Path(self.spec.resume or ""), lazily=True)
+        with self._raised_on_all_ranks():
+            if self.lead:
+                try:
+                    path, self.found = self._find_checkpoint(Path(self.spec.resume or ""), lazily=True)
+                except DamagedCheckpoint as error:
+                    raise UserError(
+                        f"{error}; this checkpoint is damaged; pass the run directory to use the newest good one"
+                    ) from error
                 head = {
                     "step": self.found.step,
                     "state": self.found.state,
@@ -213,17 +218,7 @@ class Worker(Role):
                     "path": str(path),
                     "sha256": manifest_sha256(path),
                 }
-            except DamagedCheckpoint as error:
-                head = {
-                    "problem": f"{error}; this checkpoint is damaged; pass the run directory to use the newest good one"
-                }
-            except SmolclusterError as error:
-                head = {"problem": str(error)}
-        head = gather_json(self.group, head)[0]
-        assert head is not None
-        if "problem" in head:
-            raise UserError(head["problem"])
-        self.head = head
+        self.head: dict[str, Any] = gather_json(self.group, head)[0]
 
     def _pick_preset(self) -> None:
         """Pick the preset by the measured link, where the options leave it open; keep that of a run that is resumed."""

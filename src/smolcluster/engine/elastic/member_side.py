@@ -17,8 +17,10 @@ from smolcluster.strategies.base.replicated import Exchanging
 
 
 class MemberSide:
-    alone = False  # without the server, training goes on here
-    recall: Callable[[int], Mapping[str, Tensor]] | None = None  # loads what this worker saved of its own after a step
+    alone = False  # trains without the server
+    recall: Callable[[int], Mapping[str, Tensor]] | None = (
+        None  # loads the own state that this worker saved after a step
+    )
 
     def init_member(self, strategy: Exchanging[Any]) -> None:
         """Call once, before the link is used."""
@@ -35,7 +37,7 @@ class MemberSide:
         return self.context.server_link
 
     def come_back(self) -> None:
-        """End training alone."""
+        """Stop training without the server."""
 
     def introduction(self) -> dict[str, Any]:
         """Return what a strategy adds to JOIN."""

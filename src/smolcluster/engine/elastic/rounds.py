@@ -93,7 +93,7 @@ class ElasticRounds(Rounds, MemberSide):
         self._shares: dict[int, list[Tensor]] = {}  # of the next round to follow, in slices
         self._pull: Message | None = None  # an upload that was requested, until no round is under way here
         self._alone = Alone(self.context, self.replica, most_steps=strategy.max_rounds_apart * strategy.local_steps)
-        self._late: list[list[int]] = []  # rounds it was late for, and their samples, still leased
+        self._late: list[list[int]] = []  # rounds that this worker was late for, each with its leased samples
 
     def introduction(self) -> dict[str, Any]:
         self.come_back()

@@ -208,7 +208,6 @@ class Server(Role):
         )
         self.state = ServerState(self.strategy, self.server_side, self.record)
         self.outputs = StepOutputs(
-            context=self.context,
             strategy=self.strategy,
             server_side=self.server_side,
             record=self.record,

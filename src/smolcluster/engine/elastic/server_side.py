@@ -20,9 +20,9 @@ from smolcluster.strategies.base import Commit, Context, ServerContext
 from smolcluster.strategies.base.replicated import replica_state
 
 START_WAIT_S = 60.0  # for the remaining workers, after the first has joined
-LEAST_S, MOST_S = 1e-6, 1e6  # step times that are believed
+LEAST_S, MOST_S = 1e-6, 1e6  # step times beyond these are ignored
 MAX_LOGGED_REFUSALS = 100  # per worker; of further refusals only the 128th, the 256th, ... are logged
-RETURN_S = 3.0  # a restarted server waits so long for its workers to reconnect
+RETURN_S = 3.0  # how long a restarted server waits for its workers to reconnect
 
 
 class ServerSide(ABC):

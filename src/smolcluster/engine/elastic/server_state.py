@@ -74,7 +74,7 @@ class ServerState:
         return step
 
     def set_agreement(self, meta: Mapping[str, Any]) -> None:
-        """Take over which steps were committed last, by whom, and what counted."""
+        """Load the last commits, the members of their view, and the last counted step of each rank."""
         self._context.recent = {int(step): tuple(value) for step, value in meta.get("recent", {}).items()}
         self._context.established = meta.get("established", [])
         self._context.counted = meta.get("counted", {})

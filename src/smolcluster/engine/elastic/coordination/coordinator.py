@@ -255,7 +255,7 @@ class Coordinator(HoldsState):
         return with_num_steps(rounds, of=self._rounds, committed=self._committed)
 
     def _regrant(self, members: list[Member]) -> None:
-        """Take all leases back: those who held the next round are gone or were refused."""
+        """Take back all leases: every holder of the next round is gone or was refused."""
         self.gate.nothing_counted(self._rounds[0] if self._rounds else self._committed + 1)
         for member in members:
             self.server_context.leases.give_back(member.instance)

@@ -20,7 +20,7 @@ QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # before an evicted member may rejoin, b
 class Evictions:
     def __init__(self, roster: Roster, *, connect_s: float) -> None:
         self._roster, self._connect_s = roster, connect_s
-        self.complaints: dict[Complaint, float] = {}  # of the current view, and when each first came
+        self.complaints: dict[Complaint, float] = {}  # of the current view, each with its first time
         self._strikes = Strikes()
         self.quarantined_until: dict[int, float] = {}  # by rank, on the clock of time.monotonic
 

@@ -98,7 +98,7 @@ class AsynchronousServer(ParameterServer):
         member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))
 
     def _share_out(self) -> dict[Member, int]:
-        """Share out by speed, as far as that is believed; machines that are alike take as many: what is measured varies.
+        """Share out by speed, within bounds; machines of similar speed take equal shares, since measurements vary.
 
         At least two samples each, which batch normalization needs, and no more than `MOST` batches.
         """

@@ -203,7 +203,7 @@ class PushedRounds(ServerRounds, MemberSide):
             self._strategy.take_weights(self._server_weights, message.step)
 
     def _take_change(self, message: Message, payload: Tensor) -> None:
-        """Follow the server by one step. A change of another version than ours is of no use: the server left one out."""
+        """Follow the server by one step. A change that does not follow this worker's version is dropped: one is missing."""
         self._packed.changes.decode(message.channel, payload, self._server_weights)  # the memory of what is in transit
         self._link.release(payload)
         if message.channel == len(self._packed.changes) - 1:
@@ -225,7 +225,7 @@ class PushedRounds(ServerRounds, MemberSide):
 
 
 def announced(meta: Mapping[str, Any], change: Mapping[str, Tensor] | None) -> Announced:
-    """Read what the server says of a step. What it does not say is not known."""
+    """Parse what the server announces of a step; missing fields get their defaults."""
     return Announced(
         change=change,
         counted=int(meta.get("counted", 0)),
