@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.engine.test_coordinator import Run, sent_to, share
+from tests.unit.engine.members import Run, sent_to, set_clock, share
 
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.engine.elastic.coordination import coordinator, evictions
 from smolcluster.engine.elastic.coordination.late_members import CHANGE_S, ENOUGH, needed, round_deadline
 
 ROUND_S = 10.0
@@ -43,9 +41,7 @@ class LateRun(Run):
     """Three members on a clock; all rounds before the first of a test take ten seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        self.clock = [1000.0]
-        for module in (coordinator, evictions):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
+        self.clock = set_clock(monkeypatch)
         super().__init__(whole=True, total_steps=100, **{"quorum": 0.5} | options)
         self.coordinator._late._clock = lambda: self.clock[0]
         self.join_together(0, 1, 2)

@@ -12,11 +12,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from tests.unit.engine.members import member
 
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.membership.server_link import Lease
-from smolcluster.comm.elastic.transport.api import Link
-from smolcluster.comm.elastic.transport.handshake import Peer
 from smolcluster.data.leases import Leases
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine.elastic.balance import steps_in_time
@@ -24,15 +23,6 @@ from smolcluster.engine.elastic.coordination.local_rounds import SLACK, LocalRou
 from smolcluster.engine.elastic.gradient_gate import FIRST_ROUNDS, UsualNorm
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import LeaseReader
-
-
-class FakeLink:
-    def __init__(self, rank: int) -> None:
-        self.peer = Peer(role="worker", rank=rank, host="testhost", instance=f"{rank:016x}", run="run", versions={})
-
-
-def member(rank: int, **said: Any) -> Member:
-    return Member(rank=rank, link=cast(Link, FakeLink(rank)), batch_size=4, said=said)
 
 
 class Round:
@@ -108,9 +98,11 @@ def test_a_newcomer_takes_the_usual_steps_until_the_deadline() -> None:
 
 def test_a_member_that_comes_back_to_a_new_coordinator_says_its_time() -> None:
     run = Round()
-    run.members = [member(rank, local={"steps": 30, "step_s": 0.1 * (1 + rank), "norm": "1.0"}) for rank in range(3)]
+    run.members = [
+        member(rank, said={"local": {"steps": 30, "step_s": 0.1 * (1 + rank), "norm": "1.0"}}) for rank in range(3)
+    ]
     assert run.steps() == [60, 30, 20]
-    run.members = [member(rank, local="no report") for rank in range(2)]
+    run.members = [member(rank, said={"local": "no report"}) for rank in range(2)]
     assert run.lease() == {}
 
 
