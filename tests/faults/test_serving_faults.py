@@ -10,7 +10,7 @@ import queue
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -49,17 +49,12 @@ def ask(count: int = COUNT, *, sampling: SamplingParams = GREEDY) -> SequenceReq
     return SequenceRequest(tokens=PROMPT, max_tokens=count, sampling=sampling)
 
 
-async def timed(front: Front, wanted: SequenceRequest) -> AsyncIterator[tuple[float, Token]]:
-    async for token in front.stream(wanted):
-        yield time.monotonic(), token
-
-
 async def told(front: Front, wanted: SequenceRequest, *, at: int, act: Callable[[], None]) -> tuple[list[int], float]:
     """The text, and the longest time without a token; `act` is done when `at` tokens are there."""
     tokens, times = [], []
-    async for when, token in timed(front, wanted):
+    async for token in front.stream(wanted):
         tokens.append(token.token)
-        times.append(when)
+        times.append(time.monotonic())
         if len(tokens) == at:
             act()
     return tokens, max(b - a for a, b in pairwise(times))
@@ -73,7 +68,7 @@ def test_a_spare_takes_over_in_the_middle_of_a_text(
     source: RandomSource, victim: str, sampling: SamplingParams
 ) -> None:
     with fronted(source, *"abc", stages=2) as (front, stages):
-        whole = [token.token for token in asyncio.run(_all(front, ask(sampling=sampling)))]
+        whole = asyncio.run(_all(front, ask(sampling=sampling)))
         eventually(lambda: front.state()["spares"], what="a spare")
         kill = partial(stages.signal, victim, signal.SIGKILL)
         tokens, gap_s = asyncio.run(told(front, ask(sampling=sampling), at=20, act=kill))
@@ -89,8 +84,8 @@ def machines(front: Front) -> set[str]:
     return {m["name"] for m in [*state["spares"], *(m for stage in state["stages"] for m in stage["machines"])]}
 
 
-async def _all(front: Front, wanted: SequenceRequest) -> list[Token]:
-    return [token async for token in front.stream(wanted)]
+async def _all(front: Front, wanted: SequenceRequest) -> list[int]:
+    return [token.token async for token in front.stream(wanted)]
 
 
 def test_neighbours_take_over_and_give_back(source: RandomSource) -> None:
@@ -102,7 +97,7 @@ def test_neighbours_take_over_and_give_back(source: RandomSource) -> None:
         assert [stage["layers"] for stage in front.state()["stages"]] == [[0, 1], [2, 3]]
         stages.start("d")
         eventually(lambda: len(front.state()["stages"]) == 3 and front.state()["ready"], what="three stages again")
-        assert [token.token for token in asyncio.run(_all(front, ask()))] == source.greedy(PROMPT, COUNT)
+        assert asyncio.run(_all(front, ask())) == source.greedy(PROMPT, COUNT)
 
 
 def test_one_that_is_stopped_is_left_out_and_taken_back(source: RandomSource) -> None:
@@ -438,6 +433,18 @@ def test_machines_may_come_and_go_while_somebody_looks() -> None:
     assert Front._offers(SimpleNamespace(_machines=machines)) == {}  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def empty_cluster(source: RandomSource, options: LayoutOptions) -> Iterator[Cluster]:
+    transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
+    made = Cluster(source, Front(transport, source, options=options, codec="fp32"))
+    try:
+        yield made
+    finally:
+        made.front.close()
+        for name in list(made.stages):
+            made.remove(name)
+
+
 class Unreadable(RandomSource):
     """Its files are gone."""
 
@@ -448,25 +455,18 @@ class Unreadable(RandomSource):
 def test_weights_that_the_front_cannot_read_are_told() -> None:
     """A machine without files waits for them in vain; nobody waits for that machine."""
     source = Unreadable(llama())
-    transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=1), codec="fp32"))
-    try:
+    with empty_cluster(source, LayoutOptions(stages=1)) as made:
         made.add("a", files=False)
         (problem,) = eventually(made.front.problems, what="a problem")
         assert problem == "a: the server cannot read the weights: a disk that cannot be read"
         assert not made.front.loading
         with pytest.raises(Unavailable):
             made.text((1, 2, 3), 8)
-    finally:
-        made.front.close()
-        made.remove("a")
 
 
 def test_machines_that_are_too_small_are_told_so_and_larger_ones_may_come() -> None:
     source = RandomSource(llama())
-    transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=2, distribution="auto"), codec="fp32"))
-    try:
+    with empty_cluster(source, LayoutOptions(stages=2, distribution="auto")) as made:
         for name in "ab":
             made.add(name, memory_bytes=50_000)
         assert eventually(made.front.problems, what="a problem")
@@ -474,7 +474,3 @@ def test_machines_that_are_too_small_are_told_so_and_larger_ones_may_come() -> N
             made.add(name)  # slower or not, these two are large enough
         assert made.front.wait_ready(300)
         assert made.text((1, 2, 3), 8) == source.greedy((1, 2, 3), 8)
-    finally:
-        made.front.close()
-        for name in list(made.stages):
-            made.remove(name)

@@ -151,11 +151,6 @@ def commit_again(lines: Lines) -> None:
         line.pop("data", None)
 
 
-def swap_steps(lines: Lines) -> None:
-    first, second = commits(lines)[0], commits(lines)[1]
-    first["step"], second["step"] = second["step"], first["step"]
-
-
 def count_twice(lines: Lines) -> None:
     late = commits(lines)[3]["contributors"][0]
     late["seq"] = commits(lines)[0]["contributors"][0]["seq"]
@@ -216,12 +211,7 @@ MUTATIONS: dict[str, tuple[Callable[[Lines], object], str]] = {
         lambda lines: lines.remove(commits(lines)[1]),
         "step 2 was committed, but step 1 was next: a step is missing",
     ),
-    "the first step is missing": (
-        lambda lines: lines.remove(commits(lines)[0]),
-        "step 1 was committed, but step 0 was next: a step is missing",
-    ),
     "a step is committed twice": (commit_again, "step 1 was committed again or too late: step 2 was next"),
-    "two steps are swapped": (swap_steps, "step 0 was committed again or too late: step 2 was next"),
     "an epoch goes down": (
         lambda lines: commits(lines)[3].update(epoch=1),
         "step 3 was committed in epoch 1, after epoch",
@@ -299,10 +289,6 @@ MUTATIONS: dict[str, tuple[Callable[[Lines], object], str]] = {
     "a field is missing": (
         lambda lines: commits(lines)[0].pop("server"),
         "line 5 is not a line of a history: commit.server: Field required",
-    ),
-    "a field is of another type": (
-        lambda lines: commits(lines)[0].update(contributors="all"),
-        "line 5 is not a line of a history: commit.contributors: Input should be a valid list",
     ),
 }
 
@@ -411,7 +397,7 @@ def test_the_journal_gives_back_what_the_file_lost(path: Path) -> None:
             history.reconcile(lines[len(lines) // 3 :], next_step=6)
         assert path.read_bytes() == good
         with History(path) as history:
-            history.reconcile(a_run().lines[:0], next_step=6)
+            history.reconcile([], next_step=6)
         assert path.read_bytes() == good
 
 
