@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import random
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from tests.faults.disks import (
     sweep,
 )
 
-from smolcluster.durable_files import atomic_write_text
+from smolcluster.durable_files import Files, OutputFile, atomic_write_text, ensure_folder
 from smolcluster.engine.checkpoint.async_saver import Saver
 from smolcluster.engine.checkpoint.snapshot import Snapshot, verify
 from smolcluster.engine.checkpoint.store import CheckpointStore, folder_name
@@ -170,6 +171,57 @@ def test_an_atomic_write_is_old_or_new_at_every_crash(tmp_path: Path) -> None:
         for adversary in ADVERSARIES:
             text = power_cut(disk.tree, adversary())["file"]
             assert text in ([b"the new text"] if crash_at < 0 else [b"old text", b"the new text"])
+
+
+def test_atomic_write_leaves_the_old_text_when_it_fails(tmp_path: Path) -> None:
+    class Failing(Files):
+        def replace(self, source: Path, target: Path) -> None:
+            raise OSError(errno.EIO, "broken")
+
+    path = tmp_path / "file"
+    atomic_write_text(path, "old ä\n")
+    with pytest.raises(OSError, match="broken"):
+        atomic_write_text(path, "new", files=Failing())
+    assert path.read_text(encoding="utf-8") == "old ä\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    atomic_write_text(path, "new")
+    assert path.read_text(encoding="utf-8") == "new"
+
+
+def test_output_file_copes_with_short_writes_and_never_overwrites(tmp_path: Path) -> None:
+    with OutputFile(tmp_path / "file") as file:
+        real = file._raw
+
+        class Short:
+            def write(self, data: memoryview) -> int:
+                return real.write(data[:3]) or 0
+
+        file._raw = Short()  # type: ignore[assignment]
+        file.write(b"0123456789")
+        file._raw = real
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
+    with pytest.raises(FileExistsError):
+        OutputFile(tmp_path / "file")
+    with pytest.raises(FileExistsError):
+        Files().rename(tmp_path / "file", tmp_path)
+
+
+def test_ensure_folder_makes_parents_durable_in_order(tmp_path: Path) -> None:
+    calls = []
+
+    class Recorded(Files):
+        def mkdir(self, path: Path) -> None:
+            calls.append(("mkdir", path.name))
+            super().mkdir(path)
+
+        def fsync_folder(self, path: Path) -> None:
+            calls.append(("fsync", path.name))
+            super().fsync_folder(path)
+
+    ensure_folder(tmp_path / "a" / "b", files=Recorded())
+    assert calls == [("mkdir", "a"), ("fsync", tmp_path.name), ("mkdir", "b"), ("fsync", "a")]
+    ensure_folder(tmp_path / "a" / "b", files=Recorded())
+    assert len(calls) == 4
 
 
 # A full disk

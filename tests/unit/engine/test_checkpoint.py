@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from smolcluster.durable_files import Files, OutputFile, atomic_write_text, ensure_folder
+from smolcluster.durable_files import Files
 from smolcluster.engine.checkpoint.safetensors_writer import weights_sha256
 from smolcluster.engine.checkpoint.snapshot import (
     VERSION,
@@ -465,57 +464,3 @@ def test_loading_leaves_no_map_of_the_file_behind(store: CheckpointStore) -> Non
         file.seek(-4, os.SEEK_END)
         file.write(struct.pack("<f", 7.0))
     assert weights["w"].tolist() == [1.0] * 4
-
-
-# Files
-
-
-def test_atomic_write_leaves_the_old_text_when_it_fails(tmp_path: Path) -> None:
-    class Failing(Files):
-        def replace(self, source: Path, target: Path) -> None:
-            raise OSError(errno.EIO, "broken")
-
-    path = tmp_path / "file"
-    atomic_write_text(path, "old ä\n")
-    with pytest.raises(OSError, match="broken"):
-        atomic_write_text(path, "new", files=Failing())
-    assert path.read_text(encoding="utf-8") == "old ä\n"
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    atomic_write_text(path, "new")
-    assert path.read_text(encoding="utf-8") == "new"
-
-
-def test_output_file_copes_with_short_writes_and_never_overwrites(tmp_path: Path) -> None:
-    with OutputFile(tmp_path / "file") as file:
-        real = file._raw
-
-        class Short:
-            def write(self, data: memoryview) -> int:
-                return real.write(data[:3]) or 0
-
-        file._raw = Short()  # type: ignore[assignment]
-        file.write(b"0123456789")
-        file._raw = real
-    assert (tmp_path / "file").read_bytes() == b"0123456789"
-    with pytest.raises(FileExistsError):
-        OutputFile(tmp_path / "file")
-    with pytest.raises(FileExistsError):
-        Files().rename(tmp_path / "file", tmp_path)
-
-
-def test_ensure_folder_makes_parents_durable_in_order(tmp_path: Path) -> None:
-    calls = []
-
-    class Recorded(Files):
-        def mkdir(self, path: Path) -> None:
-            calls.append(("mkdir", path.name))
-            super().mkdir(path)
-
-        def fsync_folder(self, path: Path) -> None:
-            calls.append(("fsync", path.name))
-            super().fsync_folder(path)
-
-    ensure_folder(tmp_path / "a" / "b", files=Recorded())
-    assert calls == [("mkdir", "a"), ("fsync", tmp_path.name), ("mkdir", "b"), ("fsync", "a")]
-    ensure_folder(tmp_path / "a" / "b", files=Recorded())
-    assert len(calls) == 4

@@ -128,31 +128,31 @@ def test_alone_there_is_no_deadline_and_with_equal_steps_neither() -> None:
 # A round that ends early
 
 
+@pytest.fixture
+def leases() -> Leases:
+    """One lease of 120 samples, for round 30 of rank 0."""
+    leases = Leases()
+    leases.grant(member(0).instance, 30, 120)
+    return leases
+
+
 @pytest.mark.parametrize("read", [4, 120])
-def test_samples_that_were_not_read_return(read: int) -> None:
-    run, leases = Round(), Leases()
-    run.members = [member(0)]
-    leases.grant(run.members[0].instance, 30, 120)
-    assert run.local.objection(run.members[0], 30, {"samples": read}, leases) is None
-    assert run.local.objection(run.members[0], 30, {"samples": read}, leases) is None, "reported again in another view"
-    assert leases.settle(run.members[0].instance, 30) == [(0, read)]
+def test_samples_that_were_not_read_return(leases: Leases, read: int) -> None:
+    who, local = member(0), Round().local
+    assert local.objection(who, 30, {"samples": read}, leases) is None
+    assert local.objection(who, 30, {"samples": read}, leases) is None, "reported again in another view"
+    assert leases.settle(who.instance, 30) == [(0, read)]
     assert leases.state_dict()["position"] == read
 
 
-def test_a_member_that_has_read_nothing_loses_its_lease() -> None:
-    run, leases = Round(), Leases()
-    run.members = [member(0)]
-    leases.grant(run.members[0].instance, 30, 120)
-    assert run.local.objection(run.members[0], 30, {"samples": 0}, leases) is None
-    assert leases.held(run.members[0].instance) == {}
+def test_a_member_that_has_read_nothing_loses_its_lease(leases: Leases) -> None:
+    assert Round().local.objection(member(0), 30, {"samples": 0}, leases) is None
+    assert leases.held(member(0).instance) == {}
 
 
 @pytest.mark.parametrize("read", [-4, 121, 4.0, "4", True])
-def test_a_false_number_of_samples_is_no_report(read: object) -> None:
-    run, leases = Round(), Leases()
-    run.members = [member(0)]
-    leases.grant(run.members[0].instance, 30, 120)
-    said = run.local.objection(run.members[0], 30, {"samples": read}, leases)
+def test_a_false_number_of_samples_is_no_report(leases: Leases, read: object) -> None:
+    said = Round().local.objection(member(0), 30, {"samples": read}, leases)
     assert said is not None
     assert "samples in step 30, and 120 are leased to it" in said
 

@@ -37,6 +37,11 @@ def syncps(monkeypatch: pytest.MonkeyPatch) -> Server:
     return Server(SyncPS, SyncPSOptions(), monkeypatch)
 
 
+@pytest.fixture
+def edp(monkeypatch: pytest.MonkeyPatch) -> Server:
+    return Server(EDP, EDPOptions(), monkeypatch)
+
+
 def test_one_that_comes_back_has_not_answered(syncps: Server) -> None:
     """Both links are lost after one push; whoever is back first is waited for, and nothing is refused."""
     a, b = syncps.join(0, 1)
@@ -127,15 +132,14 @@ def test_a_silent_member_is_waited_for_as_long_as_a_step_takes(
     assert server.roster.patience_s == 20.0
 
 
-def test_edp_goes_on_counting_the_steps_of_a_worker_that_was_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edp_goes_on_counting_the_steps_of_a_worker_that_was_paused(edp: Server) -> None:
     """A gradient is known by its worker and the step of that worker: the same number must not count twice."""
-    server = Server(EDP, EDPOptions(), monkeypatch)
-    (worker,) = server.join(0)
+    (worker,) = edp.join(0)
     for step in (1, 2, 3):
-        server.role._answer(server.push(worker, 1.0, step=step, version=0))
-    server.role._gone(server.roster.gone(worker, back=worker))
-    server.role._welcome()
-    assert sorted(server.leases.held(worker.instance)) == [4, 5]
+        edp.role._answer(edp.push(worker, 1.0, step=step, version=0))
+    edp.role._gone(edp.roster.gone(worker, back=worker))
+    edp.role._welcome()
+    assert sorted(edp.leases.held(worker.instance)) == [4, 5]
 
 
 class Tied(torch.nn.Module):
@@ -346,9 +350,8 @@ def test_edp_ends_when_every_worker_is_refused_again_and_again(monkeypatch: pyte
         push(b, math.nan)
 
 
-def test_samples_of_a_member_that_alone_is_refused_go_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_a_member_that_alone_is_refused_go_to_others(edp: Server) -> None:
     """Set aside, they would be one more hole in every line of the record; and so would a warning for each be."""
-    edp = Server(EDP, EDPOptions(), monkeypatch)
     edp.role.tokens_per_sample = 1
     good, bad = edp.join(0, 1)
     for step in range(1, 401):
@@ -371,8 +374,7 @@ def test_what_a_worker_says_of_its_gradient_is_one_short_line(syncps: Server) ->
     assert warning.isprintable()
 
 
-def test_one_that_pulls_without_reading_is_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    edp = Server(EDP, EDPOptions(), monkeypatch)
+def test_one_that_pulls_without_reading_is_put_out(edp: Server) -> None:
     reads, reads_not = edp.join(0, 1)
     links: list[Any] = [reads.link, reads_not.link]
     links[0].queued_bytes, links[1].queued_bytes = 3 * edp.role._weights.nbytes, 2**21
@@ -382,8 +384,8 @@ def test_one_that_pulls_without_reading_is_put_out(monkeypatch: pytest.MonkeyPat
     assert edp.roster.evicted == ["it requests the weights repeatedly without reading them"]
 
 
-def test_edp_tells_every_worker_that_reads_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    edp = adamw(Server(EDP, EDPOptions(), monkeypatch))
+def test_edp_tells_every_worker_that_reads_what_changed(edp: Server) -> None:
+    adamw(edp)
     a, b, c = edp.join(0, 1, 2)
     links: list[Any] = [a.link, b.link, c.link]
     links[2].queued_bytes = edp.role._weights.nbytes + 2**21  # it does not read
@@ -418,22 +420,21 @@ def timed(server: Server, who: Member, *, step: int, samples: int, seconds: floa
     server.role._answer(server.push(who, 1.0, step=step, version=0, samples=samples, compute_s=seconds))
 
 
-def test_edp_leases_samples_by_speed_unless_machines_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(EDP, EDPOptions(), monkeypatch)
-    a, b = server.join(0, 1)
+def test_edp_leases_samples_by_speed_unless_machines_are_alike(edp: Server) -> None:
+    a, b = edp.join(0, 1)
     a.automatic = b.automatic = True
-    timed(server, a, step=1, samples=4, seconds=9.0)
+    timed(edp, a, step=1, samples=4, seconds=9.0)
     assert a.speed == 0  # it warmed up
-    timed(server, a, step=2, samples=4, seconds=1.0)
-    assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]  # of b nothing is known
-    timed(server, b, step=1, samples=4, seconds=9.0)
-    timed(server, b, step=2, samples=4, seconds=1.2)
-    assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]
+    timed(edp, a, step=2, samples=4, seconds=1.0)
+    assert [edp.role._batch_size(each) for each in (a, b)] == [4, 4]  # of b nothing is known
+    timed(edp, b, step=1, samples=4, seconds=9.0)
+    timed(edp, b, step=2, samples=4, seconds=1.2)
+    assert [edp.role._batch_size(each) for each in (a, b)] == [4, 4]
 
     def shares(*speeds: float) -> list[int]:
         a.speed, b.speed = speeds
-        server.role._shares = None
-        return [server.role._batch_size(each) for each in (a, b)]
+        edp.role._shares = None
+        return [edp.role._batch_size(each) for each in (a, b)]
 
     assert shares(4.0, 1.0) == [6, 2]
     assert shares(4.0, 0.01) == [7, 2]  # batch normalization needs two
@@ -445,10 +446,10 @@ def test_edp_leases_samples_by_speed_unless_machines_are_alike(monkeypatch: pyte
     b.automatic = False  # cluster.batch_size has a number for it
     assert shares(4.0, 1.0) == [4, 4]
     a.automatic = b.automatic = True
-    server.role.strategy.options = EDPOptions(balance=False)
+    edp.role.strategy.options = EDPOptions(balance=False)
     assert shares(4.0, 1.0) == [4, 4]
-    server.role.strategy.options = EDPOptions()
-    server.role.context.config.training.grad_accumulation = 8  # more parts than they have samples
+    edp.role.strategy.options = EDPOptions()
+    edp.role.context.config.training.grad_accumulation = 8  # more parts than they have samples
     assert shares(4.0, 1.0) == [4, 4]
 
 
