@@ -34,6 +34,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -265,14 +266,13 @@ class ElasticRounds(Rounds, MemberSide):
 
     def _share(self, flight: Contribution) -> None:
         """Send this worker's share of a committed result to the coordinator, for newcomers that follow."""
-        shares = self.combination.shares(flight.slot)
-        parts = [(number, part) for number, share in shares.items() for part in _slices(share)]
-        last = Message(kind=Kind.STATE, step=flight.step, meta={"share": "last"})
-        more = [
-            Message(kind=Kind.STATE, step=flight.step, channel=number, meta={"share": "more"}, payload=part)
-            for number, part in parts
+        message = partial(Message, kind=Kind.STATE, step=flight.step)
+        pieces = [
+            message(channel=number, meta={"share": "more"}, payload=piece)
+            for number, share in self.combination.shares(flight.slot).items()
+            for piece in _slices(share)
         ]
-        self._link.send_beside([*more, last])
+        self._link.send_beside([*pieces, message(meta={"share": "last"})])
 
     def _follow(self, message: Message) -> None:
         """Apply a committed round of the others, as a follower."""
@@ -423,25 +423,14 @@ class ElasticRounds(Rounds, MemberSide):
         part = {f"w/{n}": t for n, t in state.weights.items() if first}
         part |= {f"o/{n}": t for n, t in state.optimizer.items() if n in mine}
         part |= {f"s/{n}": t for n, t in state.shared.items() if first}
-        last = {"last": True, "numbers": state.numbers}
-        self._link.send_beside(
-            [
-                *(
-                    Message(
-                        kind=Kind.STATE,
-                        step=step,
-                        epoch=self._epoch,
-                        meta={"name": name, "shape": list(tensor.shape)},
-                        payload=piece,
-                    )
-                    for name, tensor in part.items()
-                    for piece in _slices(tensor)
-                ),
-                Message(
-                    kind=Kind.STATE, step=step, epoch=self._epoch, meta=last
-                ),  # sent also by members that own nothing
-            ]
-        )
+        message = partial(Message, kind=Kind.STATE, step=step, epoch=self._epoch)
+        pieces = [
+            message(meta={"name": name, "shape": list(tensor.shape)}, payload=piece)
+            for name, tensor in part.items()
+            for piece in _slices(tensor)
+        ]
+        last = message(meta={"last": True, "numbers": state.numbers})  # sent also by members that own nothing
+        self._link.send_beside([*pieces, last])
 
     def _suspect(self, rank: int, reason: str) -> None:
         self._link.send(Kind.SUSPECT, epoch=self._epoch, meta={"rank": rank, "reason": reason})

@@ -63,9 +63,7 @@ class LocalRounds:
         """`equal_time`: members take as many steps as each has time for. `clipped`: counts by member."""
         self._equal_time, self._clipped, self._warn = equal_time, clipped, warn
         self._step_s: dict[str, deque[float]] = {}  # by instance, of the last rounds
-        self._usual: tuple[int, float | None] | None = (
-            None  # an epoch of the roster, and the median time of a step in it
-        )
+        self._usual: tuple[int, float | None] | None = None  # an epoch, and the median time of a step in it
         self._norms = UsualNorm()
 
     def terms(self, member: Member, roster: Roster, *, steps: int) -> tuple[int, dict[str, Any]]:

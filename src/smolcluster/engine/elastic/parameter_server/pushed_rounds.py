@@ -48,9 +48,7 @@ class PackedModel:
         self.gradients = PackedTensors(_layout(self.shapes), codec=self.codec, bucket_bytes=bucket_bytes)
         self.changes = PackedTensors(_layout(self.shapes), codec=Int4(), bucket_bytes=bucket_bytes)
         self.weights = PackedTensors(_layout(floats), codec=plain, bucket_bytes=bucket_bytes)
-        self.buffers = PackedTensors(
-            _layout(self.buffer_shapes), codec=plain, bucket_bytes=bucket_bytes
-        )  # running means
+        self.buffers = PackedTensors(_layout(self.buffer_shapes), codec=plain, bucket_bytes=bucket_bytes)
 
 
 def _layout(shapes: dict[str, torch.Size]) -> list[tuple[str, tuple[int, ...]]]:
