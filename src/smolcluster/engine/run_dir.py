@@ -49,7 +49,8 @@ class RunDir:
         return any(p.exists() for p in (self.config, self.metrics, self.summary, self.checkpoints))
 
     def has_checkpoints(self) -> bool:
-        return _has_checkpoints(self.checkpoints)
+        folder = self.checkpoints
+        return folder.is_dir() and any(p.name.startswith("step-") for p in folder.iterdir())
 
     def can_continue(self) -> bool:
         """Return whether there is anything to resume from."""
@@ -244,14 +245,10 @@ def find_resume(resume: str, *, run_dir: Path | None) -> Resume | None:
         return Resume(path, RunDir(path.parent.parent))
     if RunDir(path).can_continue():
         return Resume(path / "checkpoints", RunDir(path))
-    if path.name == "checkpoints" and _has_checkpoints(path):
+    if path.name == "checkpoints" and RunDir(path.parent).has_checkpoints():
         return Resume(path, RunDir(path.parent))
     found = "holds no checkpoint" if path.exists() else "does not exist"
     raise UserError(f"--resume {resume}: {path} {found}; name a run directory, a checkpoint folder, or latest")
-
-
-def _has_checkpoints(folder: Path) -> bool:
-    return folder.is_dir() and any(p.name.startswith("step-") for p in folder.iterdir())
 
 
 def _newest_run() -> RunDir | None:
