@@ -150,6 +150,7 @@ class OurLoop:
             task=task,
             context=strategy.context,
             reader=self._reader,
+            sampler=sampler,
             train_data=data,
             val_data=None,
             observer=self._observer,

@@ -1,277 +1,36 @@
-"""Checkpoints under crashes, power cuts, full disks and flipped bits.
-
-`Disk` passes every operation of a save on to the real file system and keeps a model of what a power cut would leave:
-the contents of a file survive from its fsync on, the names in a folder from the fsync of that folder on. A sweep
-crashes at every operation in turn, lets each adversary decide what is left, and opens the folder again.
-"""
+"""Checkpoints under crashes, power cuts, full disks and flipped bits. The disks are those of `disks.py`."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import errno
 import logging
-import os
 import random
-import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests.faults.disks import (
+    ADVERSARIES,
+    Crash,
+    Disk,
+    FastFiles,
+    FullDisk,
+    ModelFile,
+    Stuck,
+    crashes,
+    power_cut,
+    sweep,
+)
 
-from smolcluster.durable_files import Files, OutputFile, atomic_write_text
+from smolcluster.durable_files import Files, OutputFile, atomic_write_text, ensure_folder
 from smolcluster.engine.checkpoint.async_saver import Saver
 from smolcluster.engine.checkpoint.snapshot import Snapshot, verify
 from smolcluster.engine.checkpoint.store import CheckpointStore, folder_name
 from smolcluster.errors import DamagedCheckpoint
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
-
-
-class Crash(BaseException):
-    """The process is gone."""
-
-
-@dataclasses.dataclass
-class ModelFile:
-    data: bytes = b""
-    durable: bytes = b""
-
-
-@dataclasses.dataclass
-class ModelFolder:
-    names: dict[str, Node] = dataclasses.field(default_factory=dict)
-    durable: dict[str, Node] = dataclasses.field(default_factory=dict)
-
-
-Node = ModelFile | ModelFolder
-
-
-class Disk(Files):
-    """The real files under `root`, a model of their durable part, and a crash at one operation.
-
-    `when` is before, half or after: whether the operation that crashes has taken effect. `ignore` names operations that
-    the model takes for no-ops: a disk that lies, or a save that forgot them.
-    """
-
-    def __init__(self, root: Path, *, ignore: frozenset[str] = frozenset()) -> None:
-        self.root = root
-        self.tree = ModelFolder()
-        self.ignore = ignore
-        self.operations: list[str] = []
-        self.crash_at, self.when, self.crashed = -1, "before", False
-
-    def operate(self, kind: str, effect: Callable[[], object], half: Callable[[], object] | None = None) -> None:
-        if self.crashed:
-            raise Crash
-        here = len(self.operations) == self.crash_at
-        self.operations.append(kind)
-        if not here:
-            effect()
-            return
-        self.crashed = True
-        if self.when == "after":
-            effect()
-        elif self.when == "half" and half is not None:
-            half()
-        raise Crash
-
-    def copy_to(self, root: Path) -> Disk:
-        shutil.rmtree(root, ignore_errors=True)
-        shutil.copytree(self.root, root)
-        disk = Disk(root, ignore=self.ignore)
-        disk.tree = copy.deepcopy(self.tree)
-        return disk
-
-    def node(self, path: Path) -> Node:
-        node: Node = self.tree
-        for part in path.relative_to(self.root).parts:
-            assert isinstance(node, ModelFolder)
-            node = node.names[part]
-        return node
-
-    def folder(self, path: Path) -> ModelFolder:
-        node = self.node(path)
-        assert isinstance(node, ModelFolder)
-        return node
-
-    def create(self, path: Path) -> OutputFile:
-        opened = []
-
-        def effect() -> None:
-            node = ModelFile()
-            opened.append(DiskFile(self, path, node))
-            self.folder(path.parent).names[path.name] = node
-
-        try:
-            self.operate("create", effect)
-        except Crash:
-            for file in opened:
-                file.close()
-            raise
-        return opened[0]
-
-    def mkdir(self, path: Path) -> None:
-        def effect() -> None:
-            path.mkdir()
-            self.folder(path.parent).names[path.name] = ModelFolder()
-
-        self.operate("mkdir", effect)
-
-    def fsync_folder(self, path: Path) -> None:
-        def effect() -> None:
-            if "fsync_folder" not in self.ignore:
-                folder = self.folder(path)
-                folder.durable = dict(folder.names)
-
-        self.operate("fsync_folder", effect)
-
-    def _move(self, source: Path, target: Path) -> None:
-        source.replace(target)
-        self.folder(target.parent).names[target.name] = self.folder(source.parent).names.pop(source.name)
-
-    def rename(self, source: Path, target: Path) -> None:
-        assert not target.exists()
-        self.operate("rename", lambda: self._move(source, target))
-
-    def replace(self, source: Path, target: Path) -> None:
-        self.operate("replace", lambda: self._move(source, target))
-
-    def remove(self, path: Path) -> None:
-        def half() -> None:
-            for child in sorted(path.iterdir())[::2] if path.is_dir() else []:
-                child.unlink()
-                del self.folder(path).names[child.name]
-
-        def effect() -> None:
-            super(Disk, self).remove(path)
-            del self.folder(path.parent).names[path.name]
-
-        self.operate("remove", effect, half)
-
-    @contextlib.contextmanager
-    def lock(self, path: Path) -> Iterator[bool]:
-        self.operate("lock", lambda: None)
-        yield True
-
-
-class DiskFile(OutputFile):
-    def __init__(self, disk: Disk, path: Path, node: ModelFile) -> None:
-        super().__init__(path)
-        self.disk, self.node = disk, node
-
-    def _write(self, data: bytes) -> None:
-        super().write(data)
-        self.node.data += data
-
-    def write(self, data: bytes | memoryview) -> None:
-        whole = bytes(data)
-        self.disk.operate("write", lambda: self._write(whole), lambda: self._write(whole[: len(whole) // 2]))
-
-    def fsync(self) -> None:
-        def effect() -> None:
-            if "fsync" not in self.disk.ignore:
-                self.node.durable = self.node.data
-
-        self.disk.operate("fsync", effect)
-
-    def close(self) -> None:
-        super().close()
-        if not self.disk.crashed:
-            self.disk.operate("close", lambda: None)
-
-
-# What is left of names and contents that were not flushed. Each adversary is one way in which a file system may choose.
-
-
-@dataclasses.dataclass
-class Survivor:
-    names: Callable[[ModelFolder], dict[str, Node]]
-    data: Callable[[ModelFile], bytes]
-
-
-def kept() -> Survivor:
-    """kill -9: the kernel lives on and has everything."""
-    return Survivor(lambda folder: folder.names, lambda file: file.data)
-
-
-def lost() -> Survivor:
-    return Survivor(lambda folder: folder.durable, lambda file: file.durable)
-
-
-def renamed_before_data() -> Survivor:
-    """Names reached the disk, contents did not: files are there and empty."""
-    return Survivor(lambda folder: folder.names, lambda file: file.durable)
-
-
-def zeroed() -> Survivor:
-    """Names and lengths reached the disk, contents did not."""
-    return Survivor(lambda folder: folder.names, lambda file: file.durable.ljust(len(file.data), b"\0"))
-
-
-def mixed(seed: int) -> Callable[[], Survivor]:
-    """Every change to a folder reaches the disk or not, each by itself, and contents in part."""
-
-    def make() -> Survivor:
-        rng = random.Random(seed)
-
-        def names(folder: ModelFolder) -> dict[str, Node]:
-            chosen = {}
-            for name in sorted(folder.names.keys() | folder.durable.keys()):
-                node = rng.choice([folder.names, folder.durable]).get(name)
-                if node is not None:
-                    chosen[name] = node
-            return chosen
-
-        def data(file: ModelFile) -> bytes:
-            some = file.data[: rng.randint(0, len(file.data))]
-            return file.data if file.durable == file.data else rng.choice([some, some.ljust(len(file.data), b"\0")])
-
-        return Survivor(names, data)
-
-    return make
-
-
-ADVERSARIES = [kept, lost, renamed_before_data, zeroed, *(mixed(seed) for seed in range(3))]
-
-
-Left = dict[str, "Left | bytes"]
-
-
-def power_cut(folder: ModelFolder, survivor: Survivor) -> Left:
-    """What is found when the machine is on again."""
-    left: Left = {}
-    for name, node in survivor.names(folder).items():
-        left[name] = power_cut(node, survivor) if isinstance(node, ModelFolder) else survivor.data(node)
-    return left
-
-
-def build(left: Left, path: Path) -> None:
-    path.mkdir()
-    for name, item in left.items():
-        if isinstance(item, bytes):
-            (path / name).write_bytes(item)
-        else:
-            build(item, path / name)
-
-
-def timeless(left: Left) -> str:
-    """What is left as text, without what differs from one run to the next: random names, times and their hashes."""
-    return re.sub(r"-[0-9a-f]{12}\b|\"(created|sha256)\": \"[^\"]*\"", "", str(left))
-
-
-class FastFiles(Files):
-    """The real files without flushing, which no test here can see."""
-
-    def create(self, path: Path) -> OutputFile:
-        file = super().create(path)
-        file.fsync = lambda: None  # type: ignore[method-assign]
-        return file
-
-    def fsync_folder(self, path: Path) -> None:
-        pass
 
 
 def snapshot_of(step: int) -> Snapshot:
@@ -339,40 +98,20 @@ def prepare(scenario: Scenario, root: Path, *, ignore: frozenset[str]) -> Disk:
     return disk
 
 
-def run(scenario: Scenario, prepared: Disk, root: Path, *, crash_at: int, when: str) -> Disk:
-    """Saves with a crash at one operation; -1 for none."""
-    disk = prepared.copy_to(root)
-    disk.crash_at, disk.when = crash_at, when
-    store = CheckpointStore(root / "run" / "checkpoints", keep=scenario.keep, files=disk)
-    with contextlib.suppress(Crash):
-        store.save(snapshot_of(scenario.step), best=scenario.best)
-    assert disk.crashed == (crash_at >= 0), "the fault did not fire"
-    return disk
-
-
 def violations(scenario: Scenario, tmp_path: Path, *, ignore: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Every crash, every adversary: what was found wrong."""
-    prepared = prepare(scenario, tmp_path / "prepared", ignore=ignore)
-    count = len(run(scenario, prepared, tmp_path / "disk", crash_at=-1, when="after").operations)
-    assert count > 15
-    seen = set()
-    folder = tmp_path / "left"
-    for crash_at, when in [(k, when) for k in range(count) for when in ("before", "half", "after")] + [(-1, "after")]:
-        disk = run(scenario, prepared, tmp_path / "disk", crash_at=crash_at, when=when)
-        for index, adversary in enumerate(ADVERSARIES):
-            left = power_cut(disk.tree, adversary())
-            finished = crash_at < 0
-            if (timeless(left), finished) in seen:
-                continue
-            seen.add((timeless(left), finished))
-            shutil.rmtree(folder, ignore_errors=True)
-            build(left, folder)
-            try:
-                check_survived(scenario, folder / "run" / "checkpoints", finished=finished)
-            except (AssertionError, DamagedCheckpoint) as error:
-                last = disk.operations[-1]
-                yield f"{when} operation {crash_at} of {count} ({last}), adversary {index}: {error}"
-    assert len(seen) > count, "the adversaries have no effect"
+    """Every crash of a save, every adversary: what was found wrong."""
+
+    def save(disk: Disk) -> tuple[bool, bool]:
+        """Return whether it is finished, twice."""
+        store = CheckpointStore(disk.root / "run" / "checkpoints", keep=scenario.keep, files=disk)
+        with contextlib.suppress(Crash):
+            store.save(snapshot_of(scenario.step), best=scenario.best)
+        return not disk.crashed, not disk.crashed
+
+    def check(left: Path, finished: bool, _: int) -> None:
+        check_survived(scenario, left / "run" / "checkpoints", finished=finished)
+
+    return sweep(prepare(scenario, tmp_path / "prepared", ignore=ignore), tmp_path, save, check)
 
 
 def check_survived(scenario: Scenario, folder: Path, *, finished: bool) -> None:
@@ -423,8 +162,7 @@ def test_an_atomic_write_is_old_or_new_at_every_crash(tmp_path: Path) -> None:
     prepared = Disk(tmp_path / "prepared")
     prepared.root.mkdir()
     atomic_write_text(prepared.root / "file", "old text", files=prepared)
-    count = len(prepared.operations)
-    for crash_at, when in [(k, when) for k in range(count) for when in ("before", "half", "after")] + [(-1, "after")]:
+    for crash_at, when in crashes(prepared.operations):
         disk = prepared.copy_to(tmp_path / "disk")
         disk.crash_at, disk.when = crash_at, when
         with contextlib.suppress(Crash):
@@ -435,57 +173,58 @@ def test_an_atomic_write_is_old_or_new_at_every_crash(tmp_path: Path) -> None:
             assert text in ([b"the new text"] if crash_at < 0 else [b"old text", b"the new text"])
 
 
+def test_atomic_write_leaves_the_old_text_when_it_fails(tmp_path: Path) -> None:
+    class Failing(Files):
+        def replace(self, source: Path, target: Path) -> None:
+            raise OSError(errno.EIO, "broken")
+
+    path = tmp_path / "file"
+    atomic_write_text(path, "old ä\n")
+    with pytest.raises(OSError, match="broken"):
+        atomic_write_text(path, "new", files=Failing())
+    assert path.read_text(encoding="utf-8") == "old ä\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    atomic_write_text(path, "new")
+    assert path.read_text(encoding="utf-8") == "new"
+
+
+def test_output_file_copes_with_short_writes_and_never_overwrites(tmp_path: Path) -> None:
+    with OutputFile(tmp_path / "file") as file:
+        real = file._raw
+
+        class Short:
+            def write(self, data: memoryview) -> int:
+                return real.write(data[:3]) or 0
+
+        file._raw = Short()  # type: ignore[assignment]
+        file.write(b"0123456789")
+        file._raw = real
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
+    with pytest.raises(FileExistsError):
+        OutputFile(tmp_path / "file")
+    with pytest.raises(FileExistsError):
+        Files().rename(tmp_path / "file", tmp_path)
+
+
+def test_ensure_folder_makes_parents_durable_in_order(tmp_path: Path) -> None:
+    calls = []
+
+    class Recorded(Files):
+        def mkdir(self, path: Path) -> None:
+            calls.append(("mkdir", path.name))
+            super().mkdir(path)
+
+        def fsync_folder(self, path: Path) -> None:
+            calls.append(("fsync", path.name))
+            super().fsync_folder(path)
+
+    ensure_folder(tmp_path / "a" / "b", files=Recorded())
+    assert calls == [("mkdir", "a"), ("fsync", tmp_path.name), ("mkdir", "b"), ("fsync", "a")]
+    ensure_folder(tmp_path / "a" / "b", files=Recorded())
+    assert len(calls) == 4
+
+
 # A full disk
-
-
-class FullDisk(Files):
-    """Has no space left from operation `full_at` on, until `full_at` is None. A write stores half before it fails."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.full_at: int | None = None
-        self.failed: list[str] = []
-
-    def takes_space(self, kind: str) -> bool:
-        self.count += 1
-        if self.full_at is None or self.count <= self.full_at:
-            return False
-        self.failed.append(kind)
-        return True
-
-    def check(self, kind: str) -> None:
-        if self.takes_space(kind):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def create(self, path: Path) -> OutputFile:
-        self.check("create")
-        return FullDiskFile(self, path)
-
-    def mkdir(self, path: Path) -> None:
-        self.check("mkdir")
-        super().mkdir(path)
-
-    def fsync_folder(self, path: Path) -> None:
-        self.check("fsync_folder")
-
-
-class FullDiskFile(OutputFile):
-    def __init__(self, disk: FullDisk, path: Path) -> None:
-        super().__init__(path)
-        self.disk = disk
-
-    def write(self, data: bytes | memoryview) -> None:
-        if self.disk.takes_space("write"):
-            super().write(bytes(data)[: memoryview(data).nbytes // 2])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().write(data)
-
-    def fsync(self) -> None:
-        self.disk.check("fsync")
-
-    def close(self) -> None:
-        super().close()
-        self.disk.check("close")
 
 
 def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
@@ -526,10 +265,6 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
 def test_a_failed_removal_of_old_checkpoints_does_not_fail_the_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Stuck(Files):
-        def remove(self, path: Path) -> None:
-            raise PermissionError(errno.EACCES, "in use", str(path))
-
     store = CheckpointStore(tmp_path, keep=1, files=Stuck())
     for step in (1, 2, 3):
         store.save(snapshot_of(step))

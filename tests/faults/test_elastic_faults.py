@@ -393,7 +393,6 @@ def test_a_worker_that_holds_the_gil_stays_a_member(tmp_path: Path, kind: str) -
     assert not any("lost the server" in notice for worker in world.workers for notice in worker.notices())
 
 
-@usually("allreduce")
 @usually("allreduce", "fsdp")
 @pytest.mark.parametrize("kind", ["allreduce", "fsdp", "diloco"])
 def test_a_worker_whose_computing_hangs_is_fenced_and_catches_up(tmp_path: Path, kind: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.equivalence.same_run import COMMON, GPT, weights
-from tests.world import World, run_world
+from tests.world import Tweak, World, run_world
 
 from smolcluster.observe.events import Notice
 
@@ -33,53 +33,43 @@ def test_one_process_skips_the_step_and_counts_it(alone: World) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in weights(alone).values())
 
 
+ON_DEVICE: Tweak = ("smolcluster.compute.replica", "SKIPS_ON", "cpu")  # as on a GPU: the fused optimizer takes the flag
+
+
 @pytest.mark.usual(
-    when=lambda strategy, options, **_: strategy in ("allreduce", "pipeline", "tensor") or 3 in options.values()
+    when=lambda strategy, options, tweaks, **_: (
+        bool(tweaks) or strategy in ("allreduce", "pipeline", "tensor") or 3 in options.values()
+    )
 )
 @pytest.mark.parametrize(
-    ("strategy", "options", "calls"),
+    ("strategy", "options", "calls", "tweaks"),
     [
-        ("allreduce", {}, "1:3:nan"),
-        ("fsdp", {"strategy.fsdp_stage": 0}, "1:3:inf"),
-        ("fsdp", {"strategy.fsdp_stage": 1}, "1:3:nan"),
-        ("fsdp", {"strategy.fsdp_stage": 2}, "1:3:nan"),
-        ("fsdp", {"strategy.fsdp_stage": 3}, "1:3:nan"),
+        ("allreduce", {}, "1:3:nan", []),
+        ("fsdp", {"strategy.fsdp_stage": 0}, "1:3:inf", []),
+        ("fsdp", {"strategy.fsdp_stage": 1}, "1:3:nan", []),
+        ("fsdp", {"strategy.fsdp_stage": 1}, "1:3:nan", [ON_DEVICE]),  # of pieces of tensors
+        ("fsdp", {"strategy.fsdp_stage": 2}, "1:3:nan", []),
+        ("fsdp", {"strategy.fsdp_stage": 3}, "1:3:nan", []),
+        ("fsdp", {"strategy.fsdp_stage": 3}, "1:3:nan", [ON_DEVICE]),
         # Rank 1 has the last stage, and takes the loss of two micro-batches in each step.
-        ("pipeline", {"strategy.num_microbatches": 2, "training.batch_size": 8}, "1:6:nan"),
-        ("tensor", {"training.batch_size": 8}, "0:3:nan"),
-        ("mesh", {"strategy.tp": 2, "training.batch_size": 8}, "1:3:nan"),
+        ("pipeline", {"strategy.num_microbatches": 2, "training.batch_size": 8}, "1:6:nan", []),
+        ("tensor", {"training.batch_size": 8}, "0:3:nan", []),
+        ("mesh", {"strategy.tp": 2, "training.batch_size": 8}, "1:3:nan", []),
     ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value).replace(":", "."),
 )
 def test_a_gradient_of_one_rank_that_is_not_finite_is_skipped_by_all(
-    tmp_path: Path, alone: World, strategy: str, options: dict[str, Any], calls: str
+    tmp_path: Path, alone: World, strategy: str, options: dict[str, Any], calls: str, tweaks: list[Tweak]
 ) -> None:
     """They go on as one process does that skips the same step."""
-    world = run_world(2, tmp_path, SHORT | options, task="SpoiledGPT", strategy=strategy, environ={"SPOIL": calls})
+    each = dict.fromkeys(range(2), tweaks)
+    environ = {"SPOIL": calls}
+    world = run_world(2, tmp_path, SHORT | options, task="SpoiledGPT", strategy=strategy, environ=environ, tweaks=each)
     assert [rank.status for rank in world.ranks] == [0, 0], [rank.failed for rank in world.ranks]
     for rank in world.ranks:
         assert [row.skipped for row in rank.rows()] == [0, 0, 1, 1, 1]
     assert (world.summary["status"], world.summary["skipped"]) == ("finished", 1)
     ours, theirs = weights(world), weights(alone)
     for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-8, atol=1e-9, msg=name)
-
-
-@pytest.mark.parametrize("options", [{"strategy.fsdp_stage": 3}, {"strategy.fsdp_stage": 1}], ids=["3", "1"])
-def test_the_optimizer_skips_without_the_host(tmp_path: Path, alone: World, options: dict[str, Any]) -> None:
-    """As on a GPU, where nobody waits for the norm: fused optimizers take the flag, also for pieces of tensors."""
-    world = run_world(
-        2,
-        tmp_path,
-        SHORT | options,
-        task="SpoiledGPT",
-        strategy="fsdp",
-        environ={"SPOIL": "1:3:nan"},
-        tweaks={rank: [("smolcluster.compute.replica", "SKIPS_ON", "cpu")] for rank in range(2)},
-    )
-    assert [row.skipped for row in world.ranks[1].rows()] == [0, 0, 1, 1, 1], [rank.failed for rank in world.ranks]
-    ours = weights(world)
-    for name, tensor in weights(alone).items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-8, atol=1e-9, msg=name)
 
 

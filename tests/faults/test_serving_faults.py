@@ -10,7 +10,7 @@ import queue
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -48,17 +48,12 @@ def ask(count: int = COUNT, *, sampling: SamplingParams = GREEDY) -> SequenceReq
     return SequenceRequest(tokens=PROMPT, max_tokens=count, sampling=sampling)
 
 
-async def timed(front: Front, wanted: SequenceRequest) -> AsyncIterator[tuple[float, Token]]:
-    async for token in front.stream(wanted):
-        yield time.monotonic(), token
-
-
 async def told(front: Front, wanted: SequenceRequest, *, at: int, act: Callable[[], None]) -> tuple[list[int], float]:
     """The text, and the longest time without a token; `act` is done when `at` tokens are there."""
     tokens, times = [], []
-    async for when, token in timed(front, wanted):
+    async for token in front.stream(wanted):
         tokens.append(token.token)
-        times.append(when)
+        times.append(time.monotonic())
         if len(tokens) == at:
             act()
     return tokens, max(b - a for a, b in pairwise(times))
@@ -72,7 +67,7 @@ def test_a_spare_takes_over_in_the_middle_of_a_text(
     source: RandomSource, victim: str, sampling: SamplingParams
 ) -> None:
     with fronted(source, *"abc", stages=2) as (front, stages):
-        whole = [token.token for token in asyncio.run(_all(front, ask(sampling=sampling)))]
+        whole = asyncio.run(_all(front, ask(sampling=sampling)))
         eventually(lambda: front.state()["spares"], what="a spare")
         kill = partial(stages.signal, victim, signal.SIGKILL)
         tokens, gap_s = asyncio.run(told(front, ask(sampling=sampling), at=20, act=kill))
@@ -88,8 +83,8 @@ def machines(front: Front) -> set[str]:
     return {m["name"] for m in [*state["spares"], *(m for stage in state["stages"] for m in stage["machines"])]}
 
 
-async def _all(front: Front, wanted: SequenceRequest) -> list[Token]:
-    return [token async for token in front.stream(wanted)]
+async def _all(front: Front, wanted: SequenceRequest) -> list[int]:
+    return [token.token async for token in front.stream(wanted)]
 
 
 def test_neighbours_take_over_and_give_back(source: RandomSource) -> None:
@@ -101,7 +96,7 @@ def test_neighbours_take_over_and_give_back(source: RandomSource) -> None:
         assert [stage["layers"] for stage in front.state()["stages"]] == [[0, 1], [2, 3]]
         stages.start("d")
         eventually(lambda: len(front.state()["stages"]) == 3 and front.state()["ready"], what="three stages again")
-        assert [token.token for token in asyncio.run(_all(front, ask()))] == source.greedy(PROMPT, COUNT)
+        assert asyncio.run(_all(front, ask())) == source.greedy(PROMPT, COUNT)
 
 
 def test_a_suspended_machine_is_dropped_and_rejoins(source: RandomSource) -> None:

@@ -1,10 +1,10 @@
-"""Training without the coordinator: what a worker reads while its link is down, and for how long.
+"""Training without the coordinator: the samples that a worker reads while its link is down, and for how many steps.
 
-    link lost        the round under way is set aside; training goes on from there, one step at a time
+    link lost        the round under way is set aside; training continues from its weights, one step at a time
     link back        JOIN with the last common anchor. The distance from it goes to the error buffer, as that of a late round
 
-The samples are from a part of the stream that no lease reaches: they are in no epoch's count, and others may read them too.
-The log says how many they were.
+The samples are from a part of the stream that is never leased: they are in no epoch's count, and others may read them too.
+The log reports their number.
 """
 
 from __future__ import annotations

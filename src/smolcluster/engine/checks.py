@@ -33,7 +33,7 @@ def batch_size_on(config: Config, host: str) -> int:
 
 
 def is_automatic(config: Config, host: str, *, otherwise: bool) -> bool:
-    """Return whether the batch size of this host follows its speed; `otherwise`: where nothing is said of it."""
+    """Return whether the batch size of this host follows its speed; `otherwise`: where the configuration does not name it."""
     sizes = config.cluster.batch_size
     own = sizes if isinstance(sizes, str) else sizes.get(host)
     return otherwise if own is None else own == "auto"
@@ -109,9 +109,9 @@ def differences(
 
 
 def describe_resume(step: int, *, info: Mapping[str, Any], config: Config, dropped_rows: int) -> str:
-    """Return the line of a resumed run: where it goes on, and the settings that are not those of its checkpoint.
+    """Return the log line of a resumed run: its step, and the settings that differ from those of the checkpoint.
 
-    `info`: of the checkpoint; one that an older version wrote has no settings.
+    `info`: of the checkpoint; older versions wrote no settings.
     """
     extra = f"; {dropped_rows} rows logged after it are dropped" if dropped_rows else ""
     saved, now = info.get("settings", {}), settings_of(config)
@@ -161,7 +161,7 @@ def check_memory(
 ) -> None:
     """Check that weights, gradients and optimizer state fit; activations are not counted.
 
-    `costs` are those of the ranks of this machine, `rank` this one's place among them, `sharers` the ranks on its GPU.
+    `costs`: of the ranks of this machine. `rank`: the index of this process among them. `sharers`: the ranks on its GPU.
     """
     mine = costs[rank]
     if gpu is not None and not mine.offloaded:
@@ -199,8 +199,8 @@ def check_server_disk(
 ) -> int:
     """Return how many bytes a server's journal may take, between `least_bytes` and `most_bytes`.
 
-    Checkpoints come beside it: `keep`, the best, and the one being written. `there_bytes` are those of both that are there
-    already. A server that was started `again` goes on, as it did before: to end here would end the run.
+    The disk must also hold checkpoints: `keep`, the best, and the one being written. `there_bytes`: what journal and
+    checkpoints take already. With `again` (a restarted server) too little space is a warning: an error would end the run.
     """
     free = shutil.disk_usage(folder).free + there_bytes
     checkpoints = (keep + 2) * checkpoint_bytes

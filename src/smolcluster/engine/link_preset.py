@@ -5,7 +5,7 @@ steps for models that such machines train; below it costs more than computing, a
 workers are on one machine nothing is measured and no preset is used. On the elastic plane rounds keep the length that they have
 without a preset: the coordinator is made before a worker can be measured.
 
-The pick is in `link.json` of the run directory: a run that goes on from there keeps it.
+The pick is recorded in `link.json` of the run directory: a resumed run keeps it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def on_one_machine(spec: WorkerSpec) -> bool:
 
 
 def recorded_pick(run_dir: RunDir, checkpoints: str | None) -> LinkPick | None:
-    """Return the pick of the run that goes on. `checkpoints`: the folder, or the one checkpoint, that it is resumed from."""
+    """Return the recorded pick of a run that is resumed. `checkpoints`: the folder of checkpoints, or the one checkpoint."""
     source = [] if checkpoints is None else [Path(checkpoints).parent, Path(checkpoints).parent.parent]
     for run in [*map(RunDir, source), run_dir]:
         with contextlib.suppress(OSError, ValueError, TypeError):

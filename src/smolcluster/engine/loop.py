@@ -19,7 +19,7 @@ from smolcluster.compute.replica import Batch
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import Options
 from smolcluster.data.dataset import Dataset
-from smolcluster.data.sampler import Indices
+from smolcluster.data.sampler import Indices, ShardedSampler
 from smolcluster.engine.checkpoint.snapshot import ALL, Snapshot, state_for
 from smolcluster.engine.evaluate import evaluate
 from smolcluster.engine.profiler import Profiler
@@ -42,6 +42,7 @@ class Loop:
         task: Task,
         context: Context,
         reader: Reader,
+        sampler: ShardedSampler | None,
         train_data: Dataset,
         val_data: Dataset | None,
         observer: Observer,
@@ -50,11 +51,11 @@ class Loop:
         keep: Callable[[], None] = lambda: None,
         profiler: Profiler | None = None,
     ) -> None:
-        """`keep` is called after every step, to save state of this process."""
+        """`sampler`: its position is saved; None: this process saves no checkpoints. `keep`: called after every step."""
         self.strategy, self.task, self.context, self.record = strategy, task, context, record
         self.step = 0  # the last one taken
         self.interrupted = False
-        self._reader, self._train_data, self._val_data = reader, train_data, val_data
+        self._reader, self._sampler, self._train_data, self._val_data = reader, sampler, train_data, val_data
         self._observer, self._saves_parts = observer, saves_parts
         self._config = context.config.training
         self._log_interval = context.config.logging.log_interval
@@ -209,7 +210,8 @@ class Loop:
         if saver is None or not self.record.fit_to_save(step, state.weights, self._agree):
             return
         started = time.perf_counter()
-        sampler = self._reader.state_dict()
+        assert self._sampler is not None
+        sampler = self._sampler.state_dict()
         snapshot = self.record.snapshot(step, state, copy=saver.snapshot_tensors, sampler=sampler, extra=extra)
         saver.submit(snapshot, best=best, final=final, stall_s=time.perf_counter() - started)
 
@@ -228,18 +230,19 @@ class Loop:
 
     def load(self, snapshot: Snapshot) -> None:
         """Continue from a checkpoint, perhaps of another strategy or number of workers."""
-        state, seat = snapshot.state, self.context.seat
+        state, seat, sampler = snapshot.state, self.context.seat, self._sampler
+        assert sampler is not None
         name, ranks = self.context.config.strategy.name, self.context.group.size
         mine, left = state_for(snapshot, strategy=name, rank=seat.rank, num_ranks=ranks)
         if left and seat.rank == 0:
             self.context.warn(f"not restored from the checkpoint: {'; '.join(left)}")
         self.strategy.load_state(mine)
         if state["sampler"] is not None:  # None for an imported model
-            self._reader.load_state_dict(state["sampler"])
-        now, before = sum(self.context.samples_per_step), self._reader.position / max(1, snapshot.step)
-        if self.context.seat.rank == 0 and snapshot.step and self._reader.position and now != before:
+            sampler.load_state_dict(state["sampler"])
+        now, before = sum(self.context.samples_per_step), sampler.position / max(1, snapshot.step)
+        if seat.rank == 0 and snapshot.step and sampler.position and now != before:
             self.context.warn(f"the global batch is {now} samples; it was {before:g} before the checkpoint")
-        samples = self._share(self._reader.position) if self.context.reports_samples else 0
+        samples = self._share(sampler.position) if self.context.reports_samples else 0
         self.step = snapshot.step
         self.record.samples, self.record.tokens = samples, samples * self.task.tokens_per_sample
         self.record.best.load_state_dict(state)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -19,18 +19,10 @@ from smolcluster.data.sampler import Indices, Sampler, ShardedSampler
 
 
 class Reader(Protocol):
-    repeat: int  # how many steps before this one have its number, in this round
+    repeat: int  # how many earlier steps of this round have the same number
 
     def next(self, done: int) -> tuple[int, Indices] | None:
         """Return the next step after `done` and its samples; None when the run is over."""
-
-    @property
-    def position(self) -> int:
-        """The position in the stream that all workers together have read."""
-
-    def state_dict(self) -> dict[str, int]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class StreamReader:
@@ -41,16 +33,6 @@ class StreamReader:
 
     def next(self, done: int) -> tuple[int, Indices] | None:
         return (done + 1, self._sampler.next()) if done < self.total_steps else None
-
-    @property
-    def position(self) -> int:
-        return self._sampler.position
-
-    def state_dict(self) -> dict[str, int]:
-        return self._sampler.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sampler.load_state_dict(state)
 
 
 class LeaseReader:
@@ -105,13 +87,3 @@ class LeaseReader:
         self._left.extend(np.array_split(samples, lease.local))
         self._round, self._done, self._began = lease, 0, self._clock()
         return True
-
-    @property
-    def position(self) -> int:
-        raise AssertionError("the server knows")
-
-    def state_dict(self) -> dict[str, int]:
-        raise AssertionError("the server saves")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        raise AssertionError("the server resumes")

@@ -24,16 +24,19 @@ from smolcluster.config.strategies import record_of
 from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.channel import ControlChannel
 from smolcluster.engine.checkpoint.async_saver import Saver, Store
-from smolcluster.engine.checkpoint.snapshot import Snapshot
+from smolcluster.engine.checkpoint.snapshot import Snapshot, check_compatible, check_whole
 from smolcluster.engine.checkpoint.store import CheckpointStore
-from smolcluster.engine.checks import Room, check_balance, check_disk_space, check_memory
+from smolcluster.engine.checkpoint.tokenizer_files import check_tokenizer
+from smolcluster.engine.checks import Room, check_balance, check_disk_space, check_memory, describe_resume
 from smolcluster.engine.link_preset import LinkPick, record_pick
 from smolcluster.engine.profiler import Profiler, steps_of
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
+from smolcluster.engine.summary import write_summary
 from smolcluster.engine.trial import needs_trial, try_task
 from smolcluster.errors import UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Notice, Progress, RunStarted, SampleText
+from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.logs import log_path, setup_logging
 from smolcluster.observe.observer import NoticeHandler, Observer, Sink
 from smolcluster.parallel.placement import Node, Shape
@@ -113,7 +116,7 @@ class Role(ABC):
             self._warn(not_used(self.config.strategy.name, self.spec.plane, ignored))
 
     def _use_preset(self, pick: LinkPick, *, lead: bool) -> Config:
-        """Train with a preset that was picked by the measured link. `lead`: record it, for when the run goes on."""
+        """Train with a preset that was picked by the measured link. `lead`: record it, so that a resumed run keeps it."""
         strategy, chosen = self.config.strategy, {"preset": pick.preset}
         if self.spec.plane == "elastic":  # the coordinator was made for rounds of this length
             chosen["inner_steps"] = getattr(self.options, "inner_steps", None)
@@ -123,7 +126,7 @@ class Role(ABC):
             record_pick(pick, self.run_dir.link)
             text = pick.describe(strategy.name)
             log.info("%s", text)
-            self.observer.emit(Notice(level="INFO", message=text, rank=0 if self.spec.role == "worker" else None))
+            self._tell(text)
         return self.config
 
     def _load_task(self) -> None:
@@ -209,7 +212,26 @@ class Role(ABC):
             raise UserError(f"--resume: there is no checkpoint in {source}; start the run again without --resume")
         return found
 
+    def _check_checkpoint(self, found: Snapshot, replica: Replica) -> None:
+        """Raise UserError for a checkpoint of another model or tokenizer, or without optimizer state that it needs."""
+        check_tokenizer(found.info, self.task)
+        check_compatible(found, replica.layout)
+        check_whole(found, replica)
+
+    def _go_back_to(self, step: int, info: Mapping[str, Any], *, saves: bool) -> None:
+        """Drop the rows and move aside the checkpoints after the step of a checkpoint, and report it."""
+        dropped = truncate_metrics(self.run_dir.metrics, after_step=step)
+        if saves:
+            self.store.set_aside_after(step)
+        self._tell(describe_resume(step, info=info, config=self.config, dropped_rows=dropped))
+
     # Reporting
+
+    def _tell(self, text: str) -> None:
+        """Show a message that is no warning."""
+        self.observer.emit(
+            Notice(level="INFO", message=text, rank=self.spec.rank if self.spec.role == "worker" else None)
+        )
 
     def _make_profiler(self, *, last_step: int) -> Profiler | None:
         training, rank = self.config.training, self.spec.rank
@@ -229,7 +251,7 @@ class Role(ABC):
             self.run_dir.path / "profile",
             rank=rank,
             device=self.device,
-            tell=lambda text: self.observer.emit(Notice(level="INFO", message=text, rank=rank)),
+            tell=self._tell,
         )
 
     def _started_event(self, strategy: Strategy[Options], *, rank: int, world_size: int, **fields: Any) -> RunStarted:
@@ -279,6 +301,12 @@ class Role(ABC):
             return
         self.observer.add(sink)
         log.info("metrics are served on http://%s:%d/metrics", host, port)
+
+    def _write_summary(self, summary: dict[str, Any]) -> None:
+        try:
+            write_summary(self.run_dir.summary, summary)
+        except OSError as error:
+            log.error("%s could not be written: %s", self.run_dir.summary, error.strerror or error)
 
     def _sample(self, replica: Replica, weights: Mapping[str, Tensor]) -> None:
         """Emit a sample of the trained model. `weights`: of the whole model, where this process has a part."""

@@ -49,7 +49,8 @@ class RunDir:
         return any(p.exists() for p in (self.config, self.metrics, self.summary, self.checkpoints))
 
     def has_checkpoints(self) -> bool:
-        return _has_checkpoints(self.checkpoints)
+        folder = self.checkpoints
+        return folder.is_dir() and any(p.name.startswith("step-") for p in folder.iterdir())
 
     def can_continue(self) -> bool:
         """Return whether there is anything to resume from."""
@@ -66,12 +67,12 @@ class RunDir:
         return not isinstance(summary, dict) or summary.get("status") != "finished"
 
     def create(self, config_text: str, tokenizer: Mapping[str, bytes] | None = None, *, resume: bool) -> None:
-        """Make the folder; write the configuration and, unless the run that goes on has one, the tokenizer's files."""
+        """Make the folder; write the configuration, and the tokenizer's files unless a resumed run has them."""
         self.check_free(resume=resume)
         with self._refusals():
             self._make()
             self.logs.mkdir(exist_ok=True)
-            if not resume:  # it may be that of an import that was killed
+            if not resume:  # a killed import may have left it
                 shutil.rmtree(self.tokenizer, ignore_errors=True)
             if tokenizer and not self.tokenizer.exists():
                 self.tokenizer.mkdir()
@@ -87,8 +88,8 @@ class RunDir:
 
         `fresh`: the same run is started again without a checkpoint (`may_start_fresh`). Its rows are dropped.
 
-        A user's mistake inside leaves no trace: what was made here goes if nothing came of it, and the configuration that
-        was there before comes back.
+        A UserError raised inside undoes all of it: folders that were made here are removed if they hold no run, and the
+        earlier configuration is restored.
         """
         made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
@@ -125,9 +126,9 @@ class RunDir:
 
     @contextlib.contextmanager
     def without_journal(self) -> Iterator[None]:
-        """Start from elsewhere than the journal of an earlier server here, which would come first.
+        """Move the journal of an earlier server aside: a server starts from its journal before anything else.
 
-        A mistake that shows before a new server has begun its own brings the old one back.
+        Restore it when a UserError is raised before the new server has created its own.
         """
         aside = self.journal.with_suffix(".aside")
         if self.journal.is_dir():
@@ -177,7 +178,7 @@ class RunDir:
             file.write(text)
 
     def _take_back(self, config_before: tuple[bytes, int] | None) -> None:
-        """The configuration that was there, and its time: a newer one would say that the run was resumed."""
+        """Restore the earlier configuration with its modification time: a newer time would mean that the run was resumed."""
         with contextlib.suppress(OSError):
             if config_before is not None:
                 text, when = config_before
@@ -207,8 +208,8 @@ def new_run_dir(task: str, strategy: str) -> RunDir:
 class Resume:
     """`source` is a folder of checkpoints (take the latest good one) or one checkpoint; `run` is the run it belongs to.
 
-    A run of the elastic plane that was cut off goes on from its journal, when it is continued as a whole: that is newer than
-    its last checkpoint.
+    An interrupted run of the elastic plane that is resumed by its run directory continues from its journal, which is newer
+    than its last checkpoint.
     """
 
     source: Path
@@ -244,14 +245,10 @@ def find_resume(resume: str, *, run_dir: Path | None) -> Resume | None:
         return Resume(path, RunDir(path.parent.parent))
     if RunDir(path).can_continue():
         return Resume(path / "checkpoints", RunDir(path))
-    if path.name == "checkpoints" and _has_checkpoints(path):
+    if path.name == "checkpoints" and RunDir(path.parent).has_checkpoints():
         return Resume(path, RunDir(path.parent))
     found = "holds no checkpoint" if path.exists() else "does not exist"
     raise UserError(f"--resume {resume}: {path} {found}; name a run directory, a checkpoint folder, or latest")
-
-
-def _has_checkpoints(folder: Path) -> bool:
-    return folder.is_dir() and any(p.name.startswith("step-") for p in folder.iterdir())
 
 
 def _newest_run() -> RunDir | None:

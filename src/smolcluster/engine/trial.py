@@ -16,6 +16,7 @@ import random
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,11 +85,16 @@ def _with_a_short_sample(task: Task) -> Task:
     return task
 
 
-def _train(task: Task, model: nn.Module, data: Dataset, batch_size: int, device: torch.device) -> None:
-    with _named(task, "train_data"):
-        part = data.batch(np.arange(min(len(data), batch_size)))
+def _first_batch(task: Task, name: str, data: Dataset, size: int) -> Any:
+    with _named(task, name):
+        part = data.batch(np.arange(min(len(data), size)))
     with _named(task, "count"):
         count_of(task, part)
+    return part
+
+
+def _train(task: Task, model: nn.Module, data: Dataset, batch_size: int, device: torch.device) -> None:
+    part = _first_batch(task, "train_data", data, batch_size)
     model.train()
     with _named(task, "loss"), autocast(task.config.training.precision, device):
         loss = task.loss(model, to_device(part, device))
@@ -101,10 +107,7 @@ def _train(task: Task, model: nn.Module, data: Dataset, batch_size: int, device:
 
 @torch.no_grad()
 def _evaluate(task: Task, model: nn.Module, data: Dataset, batch_size: int, device: torch.device) -> str | None:
-    with _named(task, "val_data"):
-        part = data.batch(np.arange(min(len(data), batch_size)))
-    with _named(task, "count"):
-        count_of(task, part)
+    part = _first_batch(task, "val_data", data, batch_size)
     model.eval()
     with _named(task, "metrics"), autocast(task.config.training.precision, device):
         found = check_metrics(task, task.metrics(model, to_device(part, device)))

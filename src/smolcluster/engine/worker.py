@@ -31,13 +31,10 @@ from smolcluster.engine.checkpoint.safetensors_writer import weights_sha256
 from smolcluster.engine.checkpoint.sharded_save import LeadStore, PartStore, is_shared
 from smolcluster.engine.checkpoint.snapshot import (
     Snapshot,
-    check_compatible,
-    check_whole,
     manifest_sha256,
     open_checkpoint,
     read_manifest,
 )
-from smolcluster.engine.checkpoint.tokenizer_files import check_tokenizer
 from smolcluster.engine.checks import (
     OWN_TO_A_HOST,
     batch_size_of,
@@ -45,7 +42,6 @@ from smolcluster.engine.checks import (
     check_finite,
     check_same_config,
     check_same_task,
-    describe_resume,
     identify_task,
 )
 from smolcluster.engine.identity import must_agree
@@ -56,10 +52,10 @@ from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.run_length import last_step, more_of, samples_read
-from smolcluster.engine.summary import evaluation_summary, join_ranks, last_known, write_summary
+from smolcluster.engine.summary import evaluation_summary, join_ranks, last_known
 from smolcluster.engine.trial import needs_trial
-from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
-from smolcluster.observe.events import Failed, Notice, Phase, RunFinished
+from smolcluster.errors import DamagedCheckpoint, UserError
+from smolcluster.observe.events import Failed, Phase, RunFinished
 from smolcluster.observe.jsonl import MetricsFile, read_metrics, truncate_metrics
 from smolcluster.parallel.placement import Node
 from smolcluster.parallel.timeline import Drawing
@@ -206,9 +202,14 @@ class Worker(Role):
     def _find(self) -> None:
         """Read and check the checkpoint on the lead rank, before anything is built: the steps that are left follow from it."""
         head: dict[str, Any] | None = None
-        if self.lead:
-            try:
-                path, self.found = self._find_checkpoint(Path(self.spec.resume or ""), lazily=True)
+        with self._raised_on_all_ranks():
+            if self.lead:
+                try:
+                    path, self.found = self._find_checkpoint(Path(self.spec.resume or ""), lazily=True)
+                except DamagedCheckpoint as error:
+                    raise UserError(
+                        f"{error}; this checkpoint is damaged; pass the run directory to use the newest good one"
+                    ) from error
                 head = {
                     "step": self.found.step,
                     "state": self.found.state,
@@ -217,17 +218,7 @@ class Worker(Role):
                     "path": str(path),
                     "sha256": manifest_sha256(path),
                 }
-            except DamagedCheckpoint as error:
-                head = {
-                    "problem": f"{error}; this checkpoint is damaged; pass the run directory to use the newest good one"
-                }
-            except SmolclusterError as error:
-                head = {"problem": str(error)}
-        head = gather_json(self.group, head)[0]
-        assert head is not None
-        if "problem" in head:
-            raise UserError(head["problem"])
-        self.head = head
+        self.head: dict[str, Any] = gather_json(self.group, head)[0]
 
     def _pick_preset(self) -> None:
         """Pick the preset by the measured link, where the options leave it open; keep that of a run that is resumed."""
@@ -267,7 +258,7 @@ class Worker(Role):
             warn=self._warn,
             draw=self._set_drawing,
             example=lambda count: self.train_data.batch(np.arange(count)),
-            tell=lambda text: self.observer.emit(Notice(level="INFO", message=text, rank=self.spec.rank)),
+            tell=self._tell,
         )
         strategy = self.strategy_class(self.options, self.context)
         strategy.setup(self.task)
@@ -277,16 +268,14 @@ class Worker(Role):
         if training.checkpoint_steps != 0 and (self.lead or saves_parts):
             self.saver = self._make_saver(strategy, saves_parts=saves_parts, again=self.spec.again)
         assert self.seat.shard is not None
+        stream = Sampler(len(self.train_data), seed=training.seed or 0)
+        sampler = ShardedSampler(stream, counts=self.counts, shard=self.seat.shard)
         self.loop = Loop(
             strategy=strategy,
             task=self.task,
             context=self.context,
-            reader=StreamReader(
-                ShardedSampler(
-                    Sampler(len(self.train_data), seed=training.seed or 0), counts=self.counts, shard=self.seat.shard
-                ),
-                total_steps=total_steps,
-            ),
+            reader=StreamReader(sampler, total_steps=total_steps),
+            sampler=sampler,
             train_data=self.train_data,
             val_data=self.val_data,
             observer=self.observer,
@@ -329,17 +318,10 @@ class Worker(Role):
 
     def _resume(self) -> None:
         """Load the checkpoint: from its files if every rank sees them, else broadcast by the lead rank."""
-        head, found, problem = self.head, self.found, None
-        if found is not None:
-            try:
-                check_tokenizer(found.info, self.task)
-                check_compatible(found, self.loop.strategy.replica.layout)
-                check_whole(found, self.loop.strategy.replica)
-            except UserError as error:
-                problem = str(error)
-        problem = gather_json(self.group, problem)[0]
-        if problem is not None:
-            raise UserError(problem)
+        head, found = self.head, self.found
+        with self._raised_on_all_ranks():
+            if found is not None:
+                self._check_checkpoint(found, self.loop.strategy.replica)
         if head["step"] >= self.context.total_steps and not self.spec.again:
             raise UserError(
                 f"the checkpoint is at step {head['step']} and the run ends at {self.context.total_steps}: nothing is left "
@@ -366,11 +348,7 @@ class Worker(Role):
         if self.saver is not None and path.parent.resolve() == self.run_dir.checkpoints.resolve():
             self.checkpoint = str(path)
         if self.lead:
-            dropped = truncate_metrics(self.run_dir.metrics, after_step=head["step"])
-            if self.saver is not None:
-                self.store.set_aside_after(head["step"])
-            text = describe_resume(head["step"], info=head["info"], config=self.config, dropped_rows=dropped)
-            self.observer.emit(Notice(level="INFO", message=text, rank=0))
+            self._go_back_to(head["step"], head["info"], saves=self.saver is not None)
         for tensors in (found.weights, found.optimizer, found.extra):
             if isinstance(tensors, StoredTensors):
                 tensors.close()
@@ -379,6 +357,18 @@ class Worker(Role):
         if not self.lead:  # another machine has another file; this one is truncated already
             truncate_metrics(self.run_dir.metrics, after_step=head["step"])
         self.group.barrier()
+
+    @contextlib.contextmanager
+    def _raised_on_all_ranks(self) -> Iterator[None]:
+        """Raise a UserError of the lead rank on every rank. All ranks must enter and leave this together."""
+        problem: str | None = None
+        try:
+            yield
+        except UserError as error:
+            problem = str(error)
+        problem = gather_json(self.group, problem)[0]
+        if problem is not None:
+            raise UserError(problem)
 
     @contextlib.contextmanager
     def _invalid_state_as_user_error(self) -> Iterator[None]:
@@ -391,18 +381,11 @@ class Worker(Role):
             ) from error
 
     def _try_task_on_lead(self) -> None:
-        """Raise a mistake that the lead rank finds on all ranks."""
         if not needs_trial(self.task):
             return
-        problem: str | None = None
-        if self.lead:
-            try:
+        with self._raised_on_all_ranks():
+            if self.lead:
                 self._try_task(self.loop.strategy)
-            except UserError as error:
-                problem = str(error)
-        problem = gather_json(self.group, problem)[0]
-        if problem is not None:
-            raise UserError(problem)
 
     def _announce(self) -> None:
         started = self._started_event(
@@ -444,10 +427,7 @@ class Worker(Role):
                 run_dir=str(self.run_dir.path),
                 **(last_known(read_metrics(self.run_dir.metrics)) if nothing_trained else {}),
             )
-            try:
-                write_summary(self.run_dir.summary, summary)
-            except OSError as error:
-                log.error("%s could not be written: %s", self.run_dir.summary, error.strerror or error)
+            self._write_summary(summary)
             self._draw()
             if not loop.interrupted:
                 self._sample(loop.strategy.replica, weights)
@@ -474,4 +454,4 @@ class Worker(Role):
         except OSError as error:  # the run has finished all the same
             self._warn(f"{picture} could not be drawn: {error.strerror or error}")
             return
-        self.observer.emit(Notice(level="INFO", message=f"{picture}: {drawing.caption}", rank=0))
+        self._tell(f"{picture}: {drawing.caption}")

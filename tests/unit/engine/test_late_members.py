@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.engine.test_coordinator import Run, sent_to, share
+from tests.unit.engine.members import Run, sent_to, set_clock, share
 
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.engine.elastic.coordination import coordinator, evictions
 from smolcluster.engine.elastic.coordination.late_members import CHANGE_S, ENOUGH, needed, round_deadline
 
 ROUND_S = 10.0
@@ -43,9 +41,7 @@ class LateRun(Run):
     """Three members on a clock; all rounds before the first of a test take ten seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        self.clock = [1000.0]
-        for module in (coordinator, evictions):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
+        self.clock = set_clock(monkeypatch)
         super().__init__(whole=True, total_steps=100, **{"quorum": 0.5} | options)
         self.coordinator._late._clock = lambda: self.clock[0]
         self.join_together(0, 1, 2)
@@ -68,6 +64,10 @@ class LateRun(Run):
             self.coordinator._late.put_aside(self.coordinator._rounds)
         self.go_on()
 
+    def leave_behind_rank_2(self) -> None:
+        self.announce(0, 1, step=self.step)
+        self.wait(2 * ROUND_S)
+
     def held(self, rank: int) -> list[tuple[int, int]]:
         return [tuple(r) for r in self.leases_of(rank).get(self.step, [])]  # type: ignore[misc]
 
@@ -80,8 +80,12 @@ class LateRun(Run):
         self.go_on()
 
 
-def test_a_late_member_is_not_waited_for_and_its_work_counts_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = LateRun(monkeypatch)
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> LateRun:
+    return LateRun(monkeypatch)
+
+
+def test_a_late_member_is_not_waited_for_and_its_work_counts_later(run: LateRun) -> None:
     step, lease = run.step, run.held(2)
     run.announce(0, 1, step=step)
     run.wait(0.4 * ROUND_S)
@@ -110,11 +114,9 @@ def test_a_late_member_is_not_waited_for_and_its_work_counts_later(monkeypatch: 
     assert [part["ranges"] for part in run.commits[-1].contributors if part["rank"] == 2] == [[list(r) for r in lease]]
 
 
-def test_a_member_that_is_not_back_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_is_not_back_holds_up_nobody(run: LateRun) -> None:
     """What is kept for it is bounded; then it needs a state."""
-    run = LateRun(monkeypatch)
-    run.announce(0, 1, step=run.step)
-    run.wait(2 * ROUND_S)
+    run.leave_behind_rank_2()
     weights_bytes = sum(tensor.nbytes for tensor in run.replica.weights().values())
     for step in range(run.step, run.step + 12):
         run.commit(step)
@@ -130,11 +132,9 @@ def test_a_member_that_is_not_back_holds_up_nobody(monkeypatch: pytest.MonkeyPat
     assert run.links[2].last(Kind.VIEW).meta["late"] == [2], "with another state its work counts all the same"
 
 
-def test_the_samples_of_a_late_member_that_is_lost_are_leased_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = LateRun(monkeypatch)
+def test_the_samples_of_a_late_member_that_is_lost_are_leased_again(run: LateRun) -> None:
     lease = run.held(2)
-    run.announce(0, 1, step=run.step)
-    run.wait(2 * ROUND_S)
+    run.leave_behind_rank_2()
     run.leave(2)
     run.go_on()
     run.commit(run.step)
@@ -142,11 +142,9 @@ def test_the_samples_of_a_late_member_that_is_lost_are_leased_again(monkeypatch:
     assert lease in (run.held(0), run.held(1))
 
 
-def test_a_round_that_it_has_not_begun_is_leased_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = LateRun(monkeypatch)
+def test_a_round_that_it_has_not_begun_is_leased_again(run: LateRun) -> None:
     lease = run.held(2)
-    run.announce(0, 1, step=run.step)
-    run.wait(2 * ROUND_S)
+    run.leave_behind_rank_2()
     run.commit(run.step)
     run.answer(2)
     share(run, 0, 1, step=run.step)
@@ -156,8 +154,7 @@ def test_a_round_that_it_has_not_begun_is_leased_again(monkeypatch: pytest.Monke
     assert lease in [run.held(rank) for rank in range(3)]
 
 
-def test_without_a_quorum_all_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = LateRun(monkeypatch)
+def test_without_a_quorum_all_are_waited_for(run: LateRun) -> None:
     run.announce(0, step=run.step)
     run.wait(4 * ROUND_S)
     assert sorted(run.roster.members) == [0, 1, 2]
@@ -168,10 +165,8 @@ def test_without_a_quorum_all_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(run.roster.members) == [0, 2]
 
 
-def test_those_that_are_late_count_for_the_quorum_until_they_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = LateRun(monkeypatch)
-    run.announce(0, 1, step=run.step)
-    run.wait(2 * ROUND_S)
+def test_those_that_are_late_count_for_the_quorum_until_they_are_lost(run: LateRun) -> None:
+    run.leave_behind_rank_2()
     run.commit(run.step)
     run.announce(0, step=run.step + 1)
     run.wait(4 * ROUND_S)
@@ -185,8 +180,7 @@ def test_with_quorum_1_nobody_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (sorted(run.roster.members), run.warnings) == ([0, 1, 2], [])
 
 
-def test_time_in_which_the_coordinator_stood_still_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = LateRun(monkeypatch)
+def test_time_in_which_the_coordinator_stood_still_does_not_count(run: LateRun) -> None:
     run.announce(0, 1, step=run.step)
     run.clock[0] += 10 * ROUND_S
     run.go_on()
@@ -195,8 +189,7 @@ def test_time_in_which_the_coordinator_stood_still_does_not_count(monkeypatch: p
     assert sorted(run.roster.members) == [0, 1]
 
 
-def test_a_silent_member_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = LateRun(monkeypatch)
+def test_a_silent_member_keeps_its_lease(run: LateRun) -> None:
     lease = run.held(2)
     run.links[2].stalled, run.links[2].silent_s = True, 100.0
     run.go_on()

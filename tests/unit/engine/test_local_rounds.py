@@ -12,11 +12,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from tests.unit.engine.members import member
 
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.membership.server_link import Lease
-from smolcluster.comm.elastic.transport.api import Link
-from smolcluster.comm.elastic.transport.handshake import Peer
 from smolcluster.data.leases import Leases
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine.elastic.balance import steps_in_time
@@ -24,15 +23,6 @@ from smolcluster.engine.elastic.coordination.local_rounds import SLACK, LocalRou
 from smolcluster.engine.elastic.gradient_gate import FIRST_ROUNDS, UsualNorm
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import LeaseReader
-
-
-class FakeLink:
-    def __init__(self, rank: int) -> None:
-        self.peer = Peer(role="worker", rank=rank, host="testhost", instance=f"{rank:016x}", run="run", versions={})
-
-
-def member(rank: int, **said: Any) -> Member:
-    return Member(rank=rank, link=cast(Link, FakeLink(rank)), batch_size=4, said=said)
 
 
 class Round:
@@ -108,9 +98,11 @@ def test_a_newcomer_takes_the_usual_steps_until_the_deadline() -> None:
 
 def test_a_member_that_comes_back_to_a_new_coordinator_says_its_time() -> None:
     run = Round()
-    run.members = [member(rank, local={"steps": 30, "step_s": 0.1 * (1 + rank), "norm": "1.0"}) for rank in range(3)]
+    run.members = [
+        member(rank, said={"local": {"steps": 30, "step_s": 0.1 * (1 + rank), "norm": "1.0"}}) for rank in range(3)
+    ]
     assert run.steps() == [60, 30, 20]
-    run.members = [member(rank, local="no report") for rank in range(2)]
+    run.members = [member(rank, said={"local": "no report"}) for rank in range(2)]
     assert run.lease() == {}
 
 
@@ -136,31 +128,31 @@ def test_alone_there_is_no_deadline_and_with_equal_steps_neither() -> None:
 # A round that ends early
 
 
+@pytest.fixture
+def leases() -> Leases:
+    """One lease of 120 samples, for round 30 of rank 0."""
+    leases = Leases()
+    leases.grant(member(0).instance, 30, 120)
+    return leases
+
+
 @pytest.mark.parametrize("read", [4, 120])
-def test_samples_that_were_not_read_return(read: int) -> None:
-    run, leases = Round(), Leases()
-    run.members = [member(0)]
-    leases.grant(run.members[0].instance, 30, 120)
-    assert run.local.objection(run.members[0], 30, {"samples": read}, leases) is None
-    assert run.local.objection(run.members[0], 30, {"samples": read}, leases) is None, "reported again in another view"
-    assert leases.settle(run.members[0].instance, 30) == [(0, read)]
+def test_samples_that_were_not_read_return(leases: Leases, read: int) -> None:
+    who, local = member(0), Round().local
+    assert local.objection(who, 30, {"samples": read}, leases) is None
+    assert local.objection(who, 30, {"samples": read}, leases) is None, "reported again in another view"
+    assert leases.settle(who.instance, 30) == [(0, read)]
     assert leases.state_dict()["position"] == read
 
 
-def test_a_member_that_has_read_nothing_loses_its_lease() -> None:
-    run, leases = Round(), Leases()
-    run.members = [member(0)]
-    leases.grant(run.members[0].instance, 30, 120)
-    assert run.local.objection(run.members[0], 30, {"samples": 0}, leases) is None
-    assert leases.held(run.members[0].instance) == {}
+def test_a_member_that_has_read_nothing_loses_its_lease(leases: Leases) -> None:
+    assert Round().local.objection(member(0), 30, {"samples": 0}, leases) is None
+    assert leases.held(member(0).instance) == {}
 
 
 @pytest.mark.parametrize("read", [-4, 121, 4.0, "4", True])
-def test_a_false_number_of_samples_is_no_report(read: object) -> None:
-    run, leases = Round(), Leases()
-    run.members = [member(0)]
-    leases.grant(run.members[0].instance, 30, 120)
-    said = run.local.objection(run.members[0], 30, {"samples": read}, leases)
+def test_a_false_number_of_samples_is_no_report(leases: Leases, read: object) -> None:
+    said = Round().local.objection(member(0), 30, {"samples": read}, leases)
     assert said is not None
     assert "samples in step 30, and 120 are leased to it" in said
 

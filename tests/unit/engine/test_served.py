@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import math
-from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,187 +13,33 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.unit.engine.members import member
+from tests.unit.engine.served import Server, Worker, adamw
 
-from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
-from smolcluster.comm.elastic.membership.server_link import Lease
-from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
-from smolcluster.comm.rounds import Committed
-from smolcluster.compute.precision import AgreedScale
-from smolcluster.compute.replica import Batch, Replica
+from smolcluster.comm.elastic.membership.roster import Member, MemberMessage
+from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.compute.replica import Batch
 from smolcluster.config.options import EDPOptions, SyncPSOptions
-from smolcluster.data.leases import Leases, Range
+from smolcluster.data.leases import Range
 from smolcluster.engine.elastic.gradient_gate import TRIES
-from smolcluster.engine.elastic.parameter_server import base, synchronous
-from smolcluster.engine.elastic.parameter_server.asynchronous import AsynchronousServer
-from smolcluster.engine.elastic.parameter_server.pushed_rounds import PushedRounds
-from smolcluster.engine.elastic.parameter_server.synchronous import SynchronousServer
+from smolcluster.engine.elastic.parameter_server import base
 from smolcluster.engine.elastic.wal.journal import Journal
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.placement import Node, Shape
-from smolcluster.strategies import edp as edp_module
 from smolcluster.strategies.base import Commit
-from smolcluster.strategies.base.replicated import Announced, Pushing, Replicated
+from smolcluster.strategies.base.replicated import Pushing
 from smolcluster.strategies.edp import EDP
 from smolcluster.strategies.syncps import SyncPS
-
-Event = Callable[[], MemberMessage | MemberGone | None]
-
-
-class Link:
-    open, queued_bytes = True, 0
-
-    def __init__(self, rank: int) -> None:
-        self.peer = Peer(role="worker", rank=rank, host="here", instance=f"{rank:016x}")
-        self.sent: list[Message] = []
-
-    def send(self, message: Message, **_: Any) -> None:
-        self.sent.append(message)
-
-
-class Roster:
-    """Members that do what a script says."""
-
-    def __init__(self) -> None:
-        self.members: dict[int, Member] = {}
-        self.newcomers: list[Member] = []
-        self.refused: Counter[str] = Counter()
-        self.evicted: list[str] = []
-        self.epoch = 0
-        self.patience_s = 0.0
-        self.script: list[Event] = []
-
-    def in_order(self) -> list[Member]:
-        return [self.members[rank] for rank in sorted(self.members)]
-
-    def welcome(self, member: Member) -> None:
-        self.newcomers.remove(member)
-        self.members[member.rank] = member
-        self.renew(member)
-
-    def renew(self, member: Member) -> None:
-        self.epoch += 1
-        member.epoch = self.epoch
-
-    def evict(self, member: Member, reason: str) -> None:
-        self.evicted.append(reason)
-        self.script.insert(0, lambda: self.gone(member))
-
-    def gone(self, member: Member, *, back: Member | None = None) -> MemberGone:
-        del self.members[member.rank]
-        self.epoch += 1
-        self.newcomers += [back] if back is not None else []
-        return MemberGone(member, "silent")
-
-    def expect(self, *_: Any) -> None: ...
-    def release(self, _: Any) -> None: ...
-
-    def get(self, _: float | None = None) -> MemberMessage | MemberGone | None:
-        return self.script.pop(0)() if self.script else None
-
-
-class Server:
-    """The server of a strategy, with a model of three numbers, and no sockets."""
-
-    def __init__(
-        self, strategy: type[Pushing[Any]], options: Any, monkeypatch: pytest.MonkeyPatch, model: Any = None
-    ) -> None:
-        self.roster, self.leases, self.warned = Roster(), Leases(), []  # type: ignore[var-annotated]
-        self.model = model or torch.nn.Linear(2, 1)
-        replica = Replica(
-            model=self.model,
-            loss=None,  # type: ignore[arg-type]
-            optimizer=torch.optim.SGD(self.model.parameters(), lr=0.1),
-            learning_rate=lambda _: 0.1,
-            device=torch.device("cpu"),
-        )
-        server_context = SimpleNamespace(
-            scale=AgreedScale(),
-            roster=self.roster,
-            leases=self.leases,
-            record=lambda _: None,
-            committed=lambda _: None,
-            count=lambda _: None,
-            counted={},
-        )
-        context: Any = SimpleNamespace(
-            server_context=server_context,
-            server_link=None,
-            stop_requested=lambda: not self.roster.script,
-            warn=self.warned.append,
-            config=SimpleNamespace(training=SimpleNamespace(grad_accumulation=1)),
-            total_steps=10,
-        )
-        monkeypatch.setattr(Replicated, "setup", lambda *_: None)
-        trained = strategy(options, context)
-        trained.replica = replica
-        role = SynchronousServer if trained.combined == "server" else AsynchronousServer
-        self.role: Any = role(context, trained)
-
-    def join(self, *ranks: int) -> list[Member]:
-        members = [member(rank) for rank in ranks]
-        self.roster.newcomers += members
-        self.role._welcome()
-        return members
-
-    def push(self, who: Member, value: float, *, step: int = 1, epoch: int | None = None, **meta: Any) -> MemberMessage:
-        gradient = {name: torch.full_like(p, value) for name, p in self.model.named_parameters()}
-        _, payload = next(self.role._gradients.encode(gradient))
-        said = {"samples": 4, "loss": "1.0", **meta}
-        epoch = who.epoch if epoch is None else epoch
-        return MemberMessage(
-            who, Message(kind=Kind.PUSH, step=step, channel=0, epoch=epoch, meta=said, payload=payload)
-        )
-
-
-class Worker:
-    """A worker of a strategy, with a model of three numbers and a link to a server that sends what a script says."""
-
-    def __init__(self, strategy: type[Pushing[Any]], options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sent: list[dict[str, Any]] = []
-        self.script: list[Message] = []
-        self.leases: deque[Any] = deque()
-        model = torch.nn.Linear(2, 1)
-        replica = Replica(
-            model=model,
-            loss=lambda model, part: model(part).square().mean(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            learning_rate=lambda _: 0.1,
-            device=torch.device("cpu"),
-        )
-        context: Any = SimpleNamespace(
-            server_context=None,
-            server_link=self,
-            device=torch.device("cpu"),
-            seat=SimpleNamespace(rank=0),
-            stale_rejected=0,
-        )
-        context.open_rounds = PushedRounds
-        monkeypatch.setattr(Replicated, "setup", lambda *_: None)
-        self.strategy: Any = strategy(options, context)
-        self.strategy.replica = replica
-        self.strategy.setup(None)
-
-    def send(self, kind: Kind, **fields: Any) -> None:
-        self.sent.append({"kind": kind, **fields})
-
-    def get(self, _: float | None = None) -> Message:
-        return self.script.pop(0)
-
-    def expect(self, *_: Any) -> None: ...
-    def allow(self, *_: Any, **__: Any) -> None: ...
-    def release(self, _: Any) -> None: ...
-
-    def pushed(self) -> list[bytes]:
-        return [m["payload"].numpy().tobytes() for m in self.sent if m["kind"] is Kind.PUSH]
-
-
-def member(rank: int) -> Member:
-    return Member(rank=rank, link=Link(rank), batch_size=4)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def syncps(monkeypatch: pytest.MonkeyPatch) -> Server:
     return Server(SyncPS, SyncPSOptions(), monkeypatch)
+
+
+@pytest.fixture
+def edp(monkeypatch: pytest.MonkeyPatch) -> Server:
+    return Server(EDP, EDPOptions(), monkeypatch)
 
 
 def test_one_that_comes_back_has_not_answered(syncps: Server) -> None:
@@ -288,15 +132,14 @@ def test_a_silent_member_is_waited_for_as_long_as_a_step_takes(
     assert server.roster.patience_s == 20.0
 
 
-def test_edp_goes_on_counting_the_steps_of_a_worker_that_was_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edp_goes_on_counting_the_steps_of_a_worker_that_was_paused(edp: Server) -> None:
     """A gradient is known by its worker and the step of that worker: the same number must not count twice."""
-    server = Server(EDP, EDPOptions(), monkeypatch)
-    (worker,) = server.join(0)
+    (worker,) = edp.join(0)
     for step in (1, 2, 3):
-        server.role._answer(server.push(worker, 1.0, step=step, version=0))
-    server.role._gone(server.roster.gone(worker, back=worker))
-    server.role._welcome()
-    assert sorted(server.leases.held(worker.instance)) == [4, 5]
+        edp.role._answer(edp.push(worker, 1.0, step=step, version=0))
+    edp.role._gone(edp.roster.gone(worker, back=worker))
+    edp.role._welcome()
+    assert sorted(edp.leases.held(worker.instance)) == [4, 5]
 
 
 class Tied(torch.nn.Module):
@@ -503,13 +346,12 @@ def test_edp_ends_when_every_worker_is_refused_again_and_again(monkeypatch: pyte
         push(a, math.nan)
     assert edp.roster.evicted == []
     push(a, math.nan)
-    with pytest.raises(SmolclusterError, match=r"step 1 .* 20 times in a row .*worker 1 \(here\): its norm is nan"):
+    with pytest.raises(SmolclusterError, match=r"step 1 .* 20 times in a row .*worker 1 \(testhost\): its norm is nan"):
         push(b, math.nan)
 
 
-def test_samples_of_a_member_that_alone_is_refused_go_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_a_member_that_alone_is_refused_go_to_others(edp: Server) -> None:
     """Set aside, they would be one more hole in every line of the record; and so would a warning for each be."""
-    edp = Server(EDP, EDPOptions(), monkeypatch)
     edp.role.tokens_per_sample = 1
     good, bad = edp.join(0, 1)
     for step in range(1, 401):
@@ -532,8 +374,7 @@ def test_what_a_worker_says_of_its_gradient_is_one_short_line(syncps: Server) ->
     assert warning.isprintable()
 
 
-def test_one_that_pulls_without_reading_is_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    edp = Server(EDP, EDPOptions(), monkeypatch)
+def test_one_that_pulls_without_reading_is_put_out(edp: Server) -> None:
     reads, reads_not = edp.join(0, 1)
     links: list[Any] = [reads.link, reads_not.link]
     links[0].queued_bytes, links[1].queued_bytes = 3 * edp.role._weights.nbytes, 2**21
@@ -543,13 +384,8 @@ def test_one_that_pulls_without_reading_is_put_out(monkeypatch: pytest.MonkeyPat
     assert edp.roster.evicted == ["it requests the weights repeatedly without reading them"]
 
 
-def adamw(edp: Server) -> Server:
-    edp.role.replica.optimizer = torch.optim.AdamW(edp.model.parameters(), lr=0.1)
-    return edp
-
-
-def test_edp_tells_every_worker_that_reads_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    edp = adamw(Server(EDP, EDPOptions(), monkeypatch))
+def test_edp_tells_every_worker_that_reads_what_changed(edp: Server) -> None:
+    adamw(edp)
     a, b, c = edp.join(0, 1, 2)
     links: list[Any] = [a.link, b.link, c.link]
     links[2].queued_bytes = edp.role._weights.nbytes + 2**21  # it does not read
@@ -580,165 +416,25 @@ def test_edp_tells_changes_of_sgd_and_none_where_each_step_pulls(
     assert [meta["denominators"] for meta in said] == ([] if interval == 1 else [[]])
 
 
-def test_a_worker_of_edp_with_sgd_computes_where_the_server_is_known_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker: Any = Server(EDP, EDPOptions(), monkeypatch).role.strategy
-    worker.rejoined()
-    push(worker, 1, 0.1)
-    worker.take_change(Announced(change={name: torch.ones_like(p) for name, p in worker.trained.items()}), 1)
-    assert difference(worker).abs().max() == 0
-    assert list(worker._prediction.in_flight) == [1]  # for which it waits
-
-
-@pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker of edp that has just joined."""
-    edp: Any = adamw(Server(EDP, EDPOptions(), monkeypatch)).role.strategy
-    edp.replica.grad_clip_norm = 1.0
-    edp.rejoined()
-    return edp
-
-
-def push(worker: Any, number: int, gradient: float) -> None:
-    for p in worker.trained.values():
-        p.grad = torch.full_like(p, gradient)
-    worker._prediction.add(number)
-
-
-def difference(worker: Any) -> torch.Tensor:
-    """The weights at which the worker computes, less those of the server."""
-    worker._prediction.set_weights()
-    return torch.cat([(p.detach() - worker._prediction.server[name]).flatten() for name, p in worker.trained.items()])
-
-
-def test_a_worker_of_edp_computes_where_the_server_will_be(worker: Any) -> None:
-    """Two pushes late, against torch's AdamW. Gradients change their size, so the clipping does too."""
-    gradients = [0.4 + 0.3 * math.sin(number) for number in range(40)]
-    for p in worker.trained.values():
-        p.detach().zero_()
-    worker.rejoined()
-    server = {name: p.detach().clone().requires_grad_() for name, p in worker.trained.items()}
-    optimizer = torch.optim.AdamW(server.values(), lr=0.1, weight_decay=0.0)
-    states = [[p.detach().clone() for p in server.values()]]
-    for gradient in gradients:  # where the server is after each step
-        for p in server.values():
-            p.grad = torch.full_like(p, gradient)
-        norm = float(torch.nn.utils.clip_grad_norm_(server.values(), 1.0))
-        optimizer.step()
-        states.append([p.detach().clone() for p in server.values()])
-        number = len(states) - 1
-        push(worker, number, gradient)
-        if number > 2:  # it hears of the step before the last two
-            change = dict(zip(server, map(torch.sub, states[number - 2], states[number - 3]), strict=True))
-            worker.take_change(Announced(change=change, counted=number - 2, norm=norm), number - 2)
-        worker._prediction.set_weights()
-        for p, there, known in zip(worker.trained.values(), states[number], states[number - 2], strict=False):
-            if number > 10:
-                torch.testing.assert_close(p.detach(), there, rtol=0, atol=0.1 * float((there - known).abs().max()))
-
-
-def test_a_worker_of_edp_goes_as_many_steps_ahead_as_pushes_are_in_flight(worker: Any) -> None:
-    push(worker, 1, 0.1)
-    push(worker, 2, 0.1)
-    newest, older = worker._prediction.in_flight[2]["bias"].item(), worker._prediction.in_flight[1]["bias"].item()
-    change = {name: torch.full_like(p, 0.5) for name, p in worker.trained.items()}
-    worker.take_change(Announced(change=change, workers=4), 1)
-    change["bias"].fill_(7.0)  # memory that is used again
-    momentum = 0.5 * (0.9 + 0.81)
-    assert difference(worker)[-1].item() == pytest.approx(momentum + newest + older * 1.9)
-    worker.take_change(Announced(change=None, workers=4), 3)
-    assert worker._since_pull == worker.options.worker_update_interval
-    worker.take_weights({name: torch.full_like(p, 2.0) for name, p in worker.trained.items()}, 3)
-    assert difference(worker)[-1].item() == pytest.approx(momentum + newest + older * 1.9)
-    worker.take_change(Announced(change={name: torch.ones_like(p) for name, p in worker.trained.items()}, counted=2), 4)
-    assert worker._prediction.server["bias"].item() == 3.0
-    assert difference(worker)[-1].item() == 0.0  # nothing in flight
-    for number in range(3, 9):
-        push(worker, number, 0.1)
-    assert list(worker._prediction.in_flight) == [5, 6, 7, 8]
-    worker.rejoined()
-    assert difference(worker).abs().max() == 0
-
-
-class Clock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
-
-
-class Updates:
-    """What a worker waits for: each is counted after so many seconds, and the worker's own steps take one second."""
-
-    def __init__(self, worker: Any, clock: Clock, after: Callable[[int], float]) -> None:
-        self.worker, self.clock, self.after = worker, clock, after
-        self.waited: list[float] = []
-
-    def wait_until(self, done: Callable[[], bool], *, within_s: float) -> bool:
-        takes = self.after(max(self.worker._prediction.in_flight))
-        self.waited.append(min(takes, within_s))
-        self.clock.now += self.waited[-1]
-        if takes <= within_s:
-            self.worker._prediction.in_flight.clear()
-        return done()
-
-
-@pytest.mark.parametrize(
-    ("after", "share", "least", "most"),
-    [
-        (lambda push: 0.3, 1.0, 0.29, 0.31),  # soon, always: waited for every time
-        (lambda push: 9.0 if push == 20 else 0.3, 1.0, 0.29, 0.31),  # late once: and soon again as before
-        (lambda push: math.inf, 0.07, 0.1, 0.15),  # never
-        (lambda push: math.inf if push % 2 else 0.0, 0.1, 0.1, 0.15),  # every second one, at once
-        (lambda push: 1.5, 0.26, 0.3, 0.4),  # late, always
-    ],
-)
-def test_a_worker_of_edp_waits_for_its_update_and_seldom_where_that_is_in_vain(
-    worker: Any, monkeypatch: pytest.MonkeyPatch, after: Any, share: float, least: float, most: float
-) -> None:
-    """`share`: of the steps that wait; the mean wait of a step is within bounds."""
-    clock = Clock()
-    monkeypatch.setattr(edp_module, "time", SimpleNamespace(monotonic=clock.monotonic))
-    worker.rounds = updates = Updates(worker, clock, after)
-    for step in range(1, 201):
-        worker._prediction.in_flight[step] = {}
-        worker._wait_for_update(step, 1.0)
-    assert len(updates.waited) / 200 == pytest.approx(share, abs=0.05)
-    assert least <= sum(updates.waited) / 200 <= most
-    assert max(updates.waited) <= worker.options.max_wait
-
-
-def test_a_worker_of_edp_never_waits_if_it_may_not(worker: Any) -> None:
-    worker.options = worker.options.model_copy(update={"max_wait": 0.0})
-    worker.rounds = None
-    worker._prediction.in_flight[1] = {}
-    worker._wait_for_update(1, 1.0)
-
-
 def timed(server: Server, who: Member, *, step: int, samples: int, seconds: float) -> None:
     server.role._answer(server.push(who, 1.0, step=step, version=0, samples=samples, compute_s=seconds))
 
 
-def test_edp_leases_samples_by_speed_unless_machines_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(EDP, EDPOptions(), monkeypatch)
-    a, b = server.join(0, 1)
+def test_edp_leases_samples_by_speed_unless_machines_are_alike(edp: Server) -> None:
+    a, b = edp.join(0, 1)
     a.automatic = b.automatic = True
-    timed(server, a, step=1, samples=4, seconds=9.0)
+    timed(edp, a, step=1, samples=4, seconds=9.0)
     assert a.speed == 0  # it warmed up
-    timed(server, a, step=2, samples=4, seconds=1.0)
-    assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]  # of b nothing is known
-    timed(server, b, step=1, samples=4, seconds=9.0)
-    timed(server, b, step=2, samples=4, seconds=1.2)
-    assert [server.role._batch_size(each) for each in (a, b)] == [4, 4]
+    timed(edp, a, step=2, samples=4, seconds=1.0)
+    assert [edp.role._batch_size(each) for each in (a, b)] == [4, 4]  # of b nothing is known
+    timed(edp, b, step=1, samples=4, seconds=9.0)
+    timed(edp, b, step=2, samples=4, seconds=1.2)
+    assert [edp.role._batch_size(each) for each in (a, b)] == [4, 4]
 
     def shares(*speeds: float) -> list[int]:
         a.speed, b.speed = speeds
-        server.role._shares = None
-        return [server.role._batch_size(each) for each in (a, b)]
+        edp.role._shares = None
+        return [edp.role._batch_size(each) for each in (a, b)]
 
     assert shares(4.0, 1.0) == [6, 2]
     assert shares(4.0, 0.01) == [7, 2]  # batch normalization needs two
@@ -750,10 +446,10 @@ def test_edp_leases_samples_by_speed_unless_machines_are_alike(monkeypatch: pyte
     b.automatic = False  # cluster.batch_size has a number for it
     assert shares(4.0, 1.0) == [4, 4]
     a.automatic = b.automatic = True
-    server.role.strategy.options = EDPOptions(balance=False)
+    edp.role.strategy.options = EDPOptions(balance=False)
     assert shares(4.0, 1.0) == [4, 4]
-    server.role.strategy.options = EDPOptions()
-    server.role.context.config.training.grad_accumulation = 8  # more parts than they have samples
+    edp.role.strategy.options = EDPOptions()
+    edp.role.context.config.training.grad_accumulation = 8  # more parts than they have samples
     assert shares(4.0, 1.0) == [4, 4]
 
 
@@ -775,183 +471,6 @@ def test_edp_updates_when_all_have_pushed_or_a_global_batch_is_there(monkeypatch
     (a,) = server.join(0)
     timed(server, a, step=1, samples=4, seconds=1.0)
     assert not server.role._enough()
-
-
-def test_an_absurd_gradient_leads_a_worker_of_edp_nowhere(worker: Any) -> None:
-    change = {name: torch.zeros_like(p) for name, p in worker.trained.items()}
-    worker.take_change(Announced(change=change, workers=3, norm=1.0), 0)
-    push(worker, 1, 1e6)
-    assert worker._prediction.in_flight[1]["bias"].item() == pytest.approx(-0.1, rel=0.01)
-    push(worker, 2, math.inf)
-    assert list(worker._prediction.in_flight) == [1]
-    worker.apply(Committed(1, slot=0, empty=True))  # refused
-    assert difference(worker).abs().max() == 0
-    push(worker, 3, 0.5)  # its own second moments are at most those of a gradient six times the server's
-    assert worker._prediction.in_flight[3]["bias"].item() < -0.01
-
-
-def test_a_step_ahead_has_the_size_of_a_step_of_the_server(worker: Any) -> None:
-    """Whose gradients are of more samples, so that their squares are smaller."""
-    push(worker, 1, 0.5)  # a norm of 0.87
-    alone = worker._prediction.in_flight[1]["weight"]
-    assert alone.mean().item() == pytest.approx(-0.1, rel=1e-3)  # the first step of AdamW
-    said = Announced(workers=4, norm=2.0, denominators=[0.1, 0.0])  # of the bias nothing is known
-    worker.take_change(dataclasses.replace(said, change={n: torch.zeros_like(p) for n, p in worker.trained.items()}), 0)
-    push(worker, 2, 0.5)
-    expected = -0.1 * 0.5 * 0.5 / 0.1  # rate, gradient, clipped by the server's norm, its denominator
-    assert worker._prediction.in_flight[2]["weight"].mean().item() == pytest.approx(expected, rel=1e-3)
-    assert worker._prediction.in_flight[2]["bias"].mean().item() == pytest.approx(-0.1 * 0.5, rel=1e-3)
-
-
-# Stragglers of syncps
-
-
-class Steps:
-    """A server of syncps, driven step by step on a clock of its own; `timeout` is 10 s."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ranks: int, automatic: bool = False) -> None:
-        self.clock = Clock()
-        monkeypatch.setattr(synchronous, "time", self.clock)
-        self.server = Server(SyncPS, SyncPSOptions(timeout=10.0), monkeypatch)
-        self.members = self.server.join(*ranks)
-        for who in self.members:
-            who.automatic = automatic
-        self.records: list[list[int]] = []  # ranks that counted, by step
-        self.waited: list[float] = []  # seconds that each step took
-        self.server.role.context.total_steps = 1000
-        self.server.role.server_context.record = lambda commit: self.records.append(
-            [c["rank"] for c in commit.contributors]
-        )
-
-    def lease(self, who: Member) -> tuple[int, int] | None:
-        """The step and the number of samples of the last lease that was sent to it."""
-        leases = [lease for m in who.link.sent for lease in m.meta.get("leases", ())]  # type: ignore[attr-defined]
-        return (leases[-1]["step"], sum(n for _, n in leases[-1]["ranges"])) if leases else None
-
-    def after(self, seconds: float, event: Event = lambda: None) -> Event:
-        def happens() -> MemberMessage | MemberGone | None:
-            self.clock.now += seconds
-            return event()
-
-        return happens
-
-    def push(self, who: Member, *, compute_s: float = 1.0) -> Event:
-        """Of the step that it was leased last, as it is when its turn comes."""
-
-        def event() -> MemberMessage:
-            step, samples = self.lease(who) or (0, 0)
-            return self.server.push(who, 1.0, step=step, samples=samples, compute_s=compute_s)
-
-        return event
-
-    def run(self, *events: Event) -> None:
-        """Serve until these have happened, and nothing is left to do."""
-        begun, role = self.clock.now, self.server.role
-        self.server.roster.script = [*events, lambda: None]
-        commits = len(self.records)
-        role.wait_for_workers, role.tokens_per_sample = lambda: None, 1
-        role.serve()
-        self.waited += [self.clock.now - begun] * (len(self.records) - commits)
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    """Rank 1 has not pushed step 1, and the timeout has passed, once."""
-    steps = Steps(monkeypatch, 0, 1)
-    steps.run(steps.after(1, steps.push(steps.members[0])), *[steps.after(1)] * 10)
-    return steps
-
-
-def test_a_straggler_costs_one_timeout_and_not_one_per_step(late: Steps) -> None:
-    steps, (fast, slow) = late, late.members
-    assert steps.records == [[0]]
-    assert "late with step 1" in steps.server.warned[0]
-    for _ in range(20):
-        steps.run(steps.after(1, steps.push(fast)))
-    assert steps.records == [[0]] * 21
-    assert steps.waited[1:] == [1.0] * 20
-    assert steps.lease(slow) == (1, 4)  # busy: nothing more is leased to it
-    assert len(steps.server.warned) == 1
-    assert steps.server.leases.state_dict() == {"position": 84, "holes": []}
-
-
-def test_a_straggler_starts_with_the_others_and_is_waited_for_once_it_keeps_up(late: Steps) -> None:
-    steps, (fast, slow) = late, late.members
-    steps.run(steps.after(1, steps.push(slow)), steps.after(1, steps.push(fast)))  # step 1 of the one, 2 of the other
-    assert steps.lease(slow) == (3, 4)
-    steps.run(steps.after(1, steps.push(fast)), steps.after(3, steps.push(slow)))  # too late, but within the timeout
-    assert steps.records == [[0]] * 3
-    steps.run(steps.after(1, steps.push(fast)))
-    assert steps.lease(slow) == (5, 4)
-    steps.run(steps.after(1, steps.push(fast)), steps.after(9, steps.push(slow)))
-    assert steps.records[3:] == [[0], [0, 1]]
-    assert len(steps.server.warned) == 1
-
-
-def test_a_straggler_that_stays_too_slow_is_not_waited_for(late: Steps) -> None:
-    steps, (fast, slow) = late, late.members
-    for _ in range(5):
-        steps.run(*[steps.after(1, steps.push(fast))] * 15, steps.after(0, steps.push(slow)))
-    assert steps.records == [[0]] * (1 + 5 * 15)
-
-
-def test_a_straggler_that_is_early_for_once_counts(late: Steps) -> None:
-    steps, (fast, slow) = late, late.members
-    steps.run(steps.after(1, steps.push(slow)), steps.after(1, steps.push(fast)))
-    steps.run(steps.after(1, steps.push(slow)), steps.after(1, steps.push(fast)))
-    assert steps.records == [[0], [0], [0, 1]]
-
-
-def test_the_speed_of_a_straggler_is_learned_from_its_late_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With batch_size: auto it gets less, and keeps up."""
-    steps = Steps(monkeypatch, 0, 1, automatic=True)
-    fast, slow = steps.members
-    steps.run(steps.after(1, steps.push(fast)), *[steps.after(1)] * 10)
-    steps.run(
-        *[steps.after(1, steps.push(fast))] * 18, steps.push(slow, compute_s=30.0), steps.after(1, steps.push(fast))
-    )
-    assert slow.speed == pytest.approx(4 / 30)
-    assert steps.lease(fast) == (21, 7)
-    assert steps.lease(slow) == (21, 1)
-
-
-def test_a_straggler_that_is_left_alone_goes_on_alone(late: Steps) -> None:
-    steps, (fast, slow) = late, late.members
-    steps.run(
-        lambda: steps.server.roster.gone(fast),
-        steps.after(1, steps.push(slow)),  # of step 1, which is over
-        lambda: None,
-        steps.after(1, steps.push(slow)),
-    )
-    assert steps.records == [[0], [1]]
-
-
-def test_a_bad_gradient_of_the_others_does_not_shut_a_straggler_out(late: Steps) -> None:
-    steps, (fast, slow) = late, late.members
-    steps.run(steps.after(1, steps.push(slow)), steps.after(1, steps.push(fast)))
-    bad = lambda: steps.server.push(fast, math.nan, step=3)  # noqa: E731
-    steps.run(steps.after(1, bad), steps.after(30, steps.push(slow)))
-    assert steps.records == [[0], [0], [1]]
-
-
-def test_a_worker_reports_a_lease_that_it_drops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The average of that step came before it was begun: nothing is computed, and the server knows."""
-    worker = Worker(SyncPS, SyncPSOptions(), monkeypatch)
-    worker.leases.append(Lease(step=1, ranges=((0, 4),)))
-    (payload,) = (
-        p
-        for _, p in worker.strategy.rounds._packed.gradients.encode({"weight": torch.ones(1, 2), "bias": torch.ones(1)})
-    )
-    worker.strategy.rounds._handle(Message(kind=Kind.AVERAGE, step=1, meta={"counted": [1]}, payload=payload))
-    assert [(m["kind"], m["step"], m["meta"]) for m in worker.sent] == [(Kind.PUSH, 1, {"skip": "late"})]
-
-    steps = Steps(monkeypatch, 0, 1)
-    fast, slow = steps.members
-    steps.run(steps.after(1, steps.push(fast)), *[steps.after(1)] * 10)
-    skipped = Message(kind=Kind.PUSH, step=1, epoch=slow.epoch, meta={"skip": "late"})
-    steps.run(lambda: MemberMessage(slow, skipped), steps.after(1, steps.push(fast)))
-    assert steps.lease(slow) == (3, 4)
-    assert steps.server.role.stale_rejected == 0
 
 
 def test_a_push_with_a_buffer_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,16 +20,15 @@ from smolcluster.errors import SmolclusterError
 
 HISTORY = 64
 ENOUGH = 5
+FACTOR = 1000.0  # norms above so many times the median of the accepted ones are refused
 STUBBORN = 8  # refusals in a row before large norms are accepted
 TRIES = 20  # attempts in a row at a step of which no gradient counted
-PATIENCE = 5  # refusals of one member in a row, while gradients of others count: not its samples are the cause
+PATIENCE = 5  # refusals of one member in a row, while gradients of others count: it is the cause, not its samples
 FIRST_ROUNDS = 4  # are not clipped
 
 
 class GradientGate:
-    def __init__(self, *, factor: float = 1000.0) -> None:
-        """Refuse norms above `factor` times the median of recently accepted ones, once there are a few."""
-        self.factor = factor
+    def __init__(self) -> None:
         self._accepted: deque[float] = deque(maxlen=HISTORY)
         self._refused = 0  # in a row
         self._failed = 0  # attempts in a row of which nothing counted
@@ -44,7 +43,7 @@ class GradientGate:
             return f"its norm is {norm}"
         if len(self._accepted) >= ENOUGH:
             usual = statistics.median(self._accepted)
-            if norm > self.factor * max(usual, 1e-12):
+            if norm > FACTOR * max(usual, 1e-12):
                 self._refused += 1
                 if self._refused > STUBBORN:
                     self._accepted.clear()

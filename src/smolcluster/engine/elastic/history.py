@@ -336,7 +336,7 @@ class _Checker:
         self.epoch = max(line.epoch, line.epoch if self.epoch is None else self.epoch)
 
     def check_data(self, when: str, data: LeaseState) -> None:
-        """Positions before `position` are counted or holes; all others are not counted. Each difference is reported once."""
+        """Check that exactly the positions before `position` are counted, except the holes. Report each difference once."""
         expected = _Positions.of(data)
         for first, end in expected.minus(self.counted):
             self._say(f"{when}, samples {first} to {end - 1} are lost: never counted, and not to be read again")

@@ -5,7 +5,6 @@ A worker that joins or rejoins gets the weights, the optimizer state and a lease
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,22 +12,19 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.membership.server_link import Lease, ServerLink, Stopped
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.compute.replica import Replica
-from smolcluster.strategies.base import Context, State
+from smolcluster.strategies.base import State
+from smolcluster.strategies.base.replicated import Exchanging
 
 
-class MemberSide(ABC):
-    context: Context
-    replica: Replica
+class MemberSide:
+    alone = False  # trains without the server
+    recall: Callable[[int], Mapping[str, Tensor]] | None = (
+        None  # loads the own state that this worker saved after a step
+    )
 
-    alone = False  # without the server, training goes on here
-    recall: Callable[[int], Mapping[str, Tensor]] | None = None  # loads what this worker saved of its own after a step
-
-    @abstractmethod
-    def load_state(self, state: State) -> None: ...
-
-    def init_member(self) -> None:
+    def init_member(self, strategy: Exchanging[Any]) -> None:
         """Call once, before the link is used."""
+        self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
         self._over = False  # the server has sent STOP
         self._epoch = 0  # of the last WELCOME
         self.replica.led = True
@@ -40,8 +36,8 @@ class MemberSide(ABC):
         assert self.context.server_link is not None
         return self.context.server_link
 
-    def come_back(self) -> None:  # noqa: B027
-        """End training alone."""
+    def come_back(self) -> None:
+        """Stop training without the server."""
 
     def introduction(self) -> dict[str, Any]:
         """Return what a strategy adds to JOIN."""
@@ -70,7 +66,7 @@ class MemberSide(ABC):
         if tensors is not None:  # else the link was lost, and another WELCOME follows
             state = State.unpacked(tensors, welcome.meta["numbers"])
             state.own = self.recall(welcome.step) if self.recall is not None else {}
-            self.load_state(state)
+            self._strategy.load_state(state)
 
     def lease(self) -> Lease | None:
         """Return the next lease; None when the run is over."""

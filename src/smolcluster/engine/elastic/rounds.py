@@ -34,6 +34,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +65,7 @@ CONNECT_S = 5.0  # for workers to connect to each other, unless cluster.silence_
 class ElasticRounds(Rounds, MemberSide):
     def __init__(self, strategy: Exchanging[Any], combination: Combination) -> None:
         super().__init__(combination, num_slots=strategy.rounds_in_flight + 1, local_steps=strategy.local_steps)
-        self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
-        self.init_member()
+        self.init_member(strategy)
         state_bytes = 8 * sum(t.nbytes for t in self.replica.weights().values())
         # No timeout: the transport detects dead peers, and the coordinator decides who is evicted.
         self._peers = Peers(
@@ -94,7 +94,7 @@ class ElasticRounds(Rounds, MemberSide):
         self._shares: dict[int, list[Tensor]] = {}  # of the next round to follow, in slices
         self._pull: Message | None = None  # an upload that was requested, until no round is under way here
         self._alone = Alone(self.context, self.replica, most_steps=strategy.max_rounds_apart * strategy.local_steps)
-        self._late: list[list[int]] = []  # rounds it was late for, and their samples, still leased
+        self._late: list[list[int]] = []  # rounds that this worker was late for, each with its leased samples
 
     def introduction(self) -> dict[str, Any]:
         self.come_back()
@@ -266,14 +266,13 @@ class ElasticRounds(Rounds, MemberSide):
 
     def _share(self, flight: Contribution) -> None:
         """Send this worker's share of a committed result to the coordinator, for newcomers that follow."""
-        shares = self.combination.shares(flight.slot)
-        parts = [(number, part) for number, share in shares.items() for part in _slices(share)]
-        last = Message(kind=Kind.STATE, step=flight.step, meta={"share": "last"})
-        more = [
-            Message(kind=Kind.STATE, step=flight.step, channel=number, meta={"share": "more"}, payload=part)
-            for number, part in parts
+        message = partial(Message, kind=Kind.STATE, step=flight.step)
+        pieces = [
+            message(channel=number, meta={"share": "more"}, payload=piece)
+            for number, share in self.combination.shares(flight.slot).items()
+            for piece in _slices(share)
         ]
-        self._link.send_beside([*more, last])
+        self._link.send_beside([*pieces, message(meta={"share": "last"})])
 
     def _follow(self, message: Message) -> None:
         """Apply a committed round of the others, as a follower."""
@@ -407,7 +406,7 @@ class ElasticRounds(Rounds, MemberSide):
                 return False
             self._donated = None
             if epoch == view.epoch:
-                self.load_state(State.unpacked(tensors, said["numbers"]))
+                self._strategy.load_state(State.unpacked(tensors, said["numbers"]))
                 self.flights.clear()
                 return True
         return False
@@ -424,31 +423,17 @@ class ElasticRounds(Rounds, MemberSide):
         part = {f"w/{n}": t for n, t in state.weights.items() if first}
         part |= {f"o/{n}": t for n, t in state.optimizer.items() if n in mine}
         part |= {f"s/{n}": t for n, t in state.shared.items() if first}
-        last = {"last": True, "numbers": state.numbers}
-        self._link.send_beside(
-            [
-                *(
-                    Message(
-                        kind=Kind.STATE,
-                        step=step,
-                        epoch=self._epoch,
-                        meta={"name": name, "shape": list(tensor.shape)},
-                        payload=piece,
-                    )
-                    for name, tensor in part.items()
-                    for piece in _slices(tensor)
-                ),
-                Message(
-                    kind=Kind.STATE, step=step, epoch=self._epoch, meta=last
-                ),  # sent also by members that own nothing
-            ]
-        )
+        message = partial(Message, kind=Kind.STATE, step=step, epoch=self._epoch)
+        pieces = [
+            message(meta={"name": name, "shape": list(tensor.shape)}, payload=piece)
+            for name, tensor in part.items()
+            for piece in _slices(tensor)
+        ]
+        last = message(meta={"last": True, "numbers": state.numbers})  # sent also by members that own nothing
+        self._link.send_beside([*pieces, last])
 
     def _suspect(self, rank: int, reason: str) -> None:
         self._link.send(Kind.SUSPECT, epoch=self._epoch, meta={"rank": rank, "reason": reason})
-
-    def load_state(self, state: State) -> None:
-        self._strategy.load_state(state)
 
 
 def connect_s(context: Context) -> float:

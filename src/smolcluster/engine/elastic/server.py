@@ -28,9 +28,8 @@ from smolcluster.compute.buffers import not_finite
 from smolcluster.config import public_dict
 from smolcluster.data.leases import Leases, Range, indices
 from smolcluster.data.sampler import Sampler
-from smolcluster.engine.checkpoint.snapshot import Snapshot, check_compatible, check_whole, state_for
-from smolcluster.engine.checkpoint.tokenizer_files import check_tokenizer
-from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite, describe_resume
+from smolcluster.engine.checkpoint.snapshot import Snapshot, state_for
+from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite
 from smolcluster.engine.elastic import history
 from smolcluster.engine.elastic.admission import Admission, RowQuota, layout_of
 from smolcluster.engine.elastic.adopted_config import MAX_STEPS
@@ -51,10 +50,9 @@ from smolcluster.engine.link_preset import pick_by_workers, recorded_pick
 from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.run_length import last_step, samples_read
-from smolcluster.engine.summary import write_summary
 from smolcluster.engine.trial import unchanged_random_states
 from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, from_json
-from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
+from smolcluster.observe.jsonl import MetricsFile
 from smolcluster.parallel.placement import Node
 from smolcluster.strategies.base import Commit, Context, ServerContext, State, StepReport
 from smolcluster.strategies.base.replicated import Exchanging, Pushing
@@ -208,15 +206,8 @@ class Server(Role):
             saver=self.saver,
             traffic=lambda: self.transport.traffic,
         )
-        self.state = ServerState(
-            self.strategy,
-            self.server_side,
-            self.server_context,
-            self.record,
-            tokens_per_sample=self.task.tokens_per_sample,
-        )
+        self.state = ServerState(self.strategy, self.server_side, self.record)
         self.outputs = StepOutputs(
-            context=self.context,
             strategy=self.strategy,
             server_side=self.server_side,
             record=self.record,
@@ -302,9 +293,7 @@ class Server(Role):
         self._snapshot_journal(wait=True)
 
     def _resume(self, snapshot: Snapshot) -> None:
-        check_tokenizer(snapshot.info, self.task)
-        check_compatible(snapshot, self.strategy.replica.layout)
-        check_whole(snapshot, self.strategy.replica)
+        self._check_checkpoint(snapshot, self.strategy.replica)
         sampler = snapshot.state["sampler"] or {"position": 0}  # an imported model has read nothing
         name, ranks = self.config.strategy.name, len(self.batch_sizes)
         state, left = state_for(snapshot, strategy=name, rank=None, num_ranks=ranks)
@@ -323,11 +312,7 @@ class Server(Role):
                 **{key: snapshot.state.get(key) for key in ("best_val_loss", "best")},
             },
         )
-        dropped = truncate_metrics(self.run_dir.metrics, after_step=snapshot.step)
-        if self.saver is not None:
-            self.store.set_aside_after(snapshot.step)
-        text = describe_resume(snapshot.step, info=snapshot.info, config=self.config, dropped_rows=dropped)
-        self.observer.emit(Notice(level="INFO", message=text))
+        self._go_back_to(snapshot.step, snapshot.info, saves=self.saver is not None)
 
     def _snapshot_journal(self, *, wait: bool = False) -> None:
         state = self.strategy.state()
@@ -385,9 +370,9 @@ class Server(Role):
         who, epoch = member.instance, self.roster.epoch
         self.history.add(history.MemberLine(event=what, rank=member.rank, instance=who, epoch=epoch, reason=reason))
         if what == "joined" and member.returning:
-            self.observer.emit(Notice(level="INFO", message=f"{member.name} is back"))
+            self._tell(f"{member.name} is back")
         elif what == "joined":
-            self.observer.emit(Notice(level="INFO", message=f"{member.name} joined"))
+            self._tell(f"{member.name} joined")
             theirs, ours = dict(member.link.peer.versions), dict(self.me.versions)
             unlike = [f"{k} {theirs.get(k)} (here {v})" for k, v in ours.items() if theirs.get(k) != v]
             if unlike:  # the handshake has checked that they are compatible
@@ -470,10 +455,7 @@ class Server(Role):
             self.saver.close()
         agree = replicas_agree(self.strategy, stayed) if self._coordinates and not interrupted else None
         summary = self._summary("interrupted" if interrupted else "finished", replicas_agree=agree)
-        try:
-            write_summary(self.run_dir.summary, summary)
-        except OSError as error:
-            log.error("%s could not be written: %s", self.run_dir.summary, error.strerror or error)
+        self._write_summary(summary)
         self.journal.close()
         self.history.close()
         if not interrupted:

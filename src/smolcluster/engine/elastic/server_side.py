@@ -20,19 +20,14 @@ from smolcluster.strategies.base import Commit, Context, ServerContext
 from smolcluster.strategies.base.replicated import replica_state
 
 START_WAIT_S = 60.0  # for the remaining workers, after the first has joined
-LEAST_S, MOST_S = 1e-6, 1e6  # step times that are believed
+LEAST_S, MOST_S = 1e-6, 1e6  # step times beyond these are ignored
 MAX_LOGGED_REFUSALS = 100  # per worker; of further refusals only the 128th, the 256th, ... are logged
-RETURN_S = 3.0  # a restarted server waits so long for its workers to reconnect
+RETURN_S = 3.0  # how long a restarted server waits for its workers to reconnect
 
 
 class ServerSide(ABC):
-    context: Context
-    replica: Replica
-    stale_rejected: int
-    tokens_per_sample: int
-
-    def init_serving(self) -> None:
-        """Call once, before any worker joins."""
+    def __init__(self, context: Context, replica: Replica, *, tokens_per_sample: int = 1) -> None:
+        self.context, self.replica, self.tokens_per_sample = context, replica, tokens_per_sample
         self.gate = GradientGate()
         self.stale_rejected = 0
         self._shares: tuple[int, dict[Member, int]] | None = None  # the roster's epoch, and the batch sizes in it

@@ -10,7 +10,7 @@ from smolcluster.data.leases import Leases
 from smolcluster.engine.elastic.server_side import ServerSide
 from smolcluster.engine.elastic.wal.log_files import JournalRecord
 from smolcluster.engine.record import RunRecord
-from smolcluster.strategies.base import Commit, ServerContext, State, Strategy
+from smolcluster.strategies.base import Commit, State, Strategy
 
 
 class ServerState:
@@ -18,13 +18,10 @@ class ServerState:
         self,
         strategy: Strategy[Options],
         server_side: ServerSide,
-        context: ServerContext,
         record: RunRecord,
-        *,
-        tokens_per_sample: int,
     ) -> None:
-        self._strategy, self._server_side, self._context, self._record = strategy, server_side, context, record
-        self._tokens_per_sample = tokens_per_sample
+        self._strategy, self._server_side, self._record = strategy, server_side, record
+        self._context = server_side.server_context
 
     def snapshot_meta(self, step: int, numbers: dict[str, Any], **fields: Any) -> dict[str, Any]:
         """Return the metadata of a journal snapshot: what `restore` reads."""
@@ -70,14 +67,14 @@ class ServerState:
         )
         samples = sum(int(c["samples"]) for c in contributors)
         self._record.samples += samples
-        self._record.tokens += samples * self._tokens_per_sample
+        self._record.tokens += samples * self._server_side.tokens_per_sample
         self._context.roster.epoch = max(self._context.roster.epoch, int(line["epoch"]))
         self._context.leases = Leases.from_state(line["data"])
         self._restore_common(meta)
         return step
 
     def set_agreement(self, meta: Mapping[str, Any]) -> None:
-        """Take over which steps were committed last, by whom, and what counted."""
+        """Load the last commits, the members of their view, and the last counted step of each rank."""
         self._context.recent = {int(step): tuple(value) for step, value in meta.get("recent", {}).items()}
         self._context.established = meta.get("established", [])
         self._context.counted = meta.get("counted", {})

@@ -17,14 +17,13 @@ from smolcluster.engine.elastic.evaluator import Evaluator
 from smolcluster.engine.elastic.server_side import ServerSide
 from smolcluster.engine.record import RunRecord
 from smolcluster.observe.events import Event, StepLogged, evaluation_fields
-from smolcluster.strategies.base import Context, StepReport, Strategy
+from smolcluster.strategies.base import StepReport, Strategy
 
 
 class StepOutputs:
     def __init__(
         self,
         *,
-        context: Context,
         strategy: Strategy[Options],
         server_side: ServerSide,
         record: RunRecord,
@@ -36,7 +35,7 @@ class StepOutputs:
         local_steps: int,
     ) -> None:
         """`coordinates`: workers hold the weights, and the state of a step arrives after its commit."""
-        self._context, self._strategy, self._server_side = context, strategy, server_side
+        self._context, self._strategy, self._server_side = server_side.context, strategy, server_side
         self._record, self._saver, self._evaluator, self._emit = record, saver, evaluator, emit
         self._num_samples, self._coordinates, self._local_steps = num_samples, coordinates, local_steps
         self._pending: dict[int, StepLogged] = {}  # rows that wait for the state of their step

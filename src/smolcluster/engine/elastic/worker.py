@@ -140,6 +140,7 @@ class ElasticWorker(Role):
             task=self.task,
             context=self.context,
             reader=self.reader,
+            sampler=None,
             train_data=self.train_data,
             val_data=None,  # the server evaluates and saves
             observer=self.observer,

@@ -62,10 +62,8 @@ class Coordinator(HoldsState):
         `equal_time`: members take unlike numbers of local steps. `quorum`: share of the members that must have contributed,
         where the others are late; 1: wait for all.
         """
-        self.context, self.replica = context, replica
+        super().__init__(context, replica, tokens_per_sample=tokens_per_sample)
         self.shared: Mapping[str, Tensor] = {}
-        self.tokens_per_sample = tokens_per_sample
-        self.init_serving()
         self._rounds_ahead, self._whole, self._local_steps = rounds_ahead, whole, local_steps
         self._committed = 0  # the last step of the last committed round
         self._state_step = -1  # the step whose state is in this process
@@ -257,7 +255,7 @@ class Coordinator(HoldsState):
         return with_num_steps(rounds, of=self._rounds, committed=self._committed)
 
     def _regrant(self, members: list[Member]) -> None:
-        """Take all leases back: those who held the next round are gone or were refused."""
+        """Take back all leases: every holder of the next round is gone or was refused."""
         self.gate.nothing_counted(self._rounds[0] if self._rounds else self._committed + 1)
         for member in members:
             self.server_context.leases.give_back(member.instance)

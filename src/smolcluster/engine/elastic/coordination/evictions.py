@@ -10,9 +10,7 @@ from smolcluster.comm.elastic.transport.messages import Message
 
 SUSPICION_S = 0.5  # after the last complaint: by then both ends of every broken link have complained
 MOST_SUSPICION_S = 2.0  # after the first complaint, however many follow
-WITNESS_S = (
-    1.0  # after the connect timeout, for a second complaint: the other end complains if it cannot connect either
-)
+WITNESS_S = 1.0  # after the connect timeout: the other end of a broken link complains as well
 SILENT_S = 1.0  # a member without a message for so long cannot reach the coordinator either
 QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # before an evicted member may rejoin, by how often it was evicted lately
 
@@ -20,7 +18,7 @@ QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # before an evicted member may rejoin, b
 class Evictions:
     def __init__(self, roster: Roster, *, connect_s: float) -> None:
         self._roster, self._connect_s = roster, connect_s
-        self.complaints: dict[Complaint, float] = {}  # of the current view, and when each first came
+        self.complaints: dict[Complaint, float] = {}  # of the current view, each with its first time
         self._strikes = Strikes()
         self.quarantined_until: dict[int, float] = {}  # by rank, on the clock of time.monotonic
 

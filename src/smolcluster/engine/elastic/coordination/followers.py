@@ -16,8 +16,8 @@ sent: only then do the others wait.
 
 When a member is lost before it has sent its share of a kept round, all followers start again with another state.
 
-A member that is late (`late_members.py`) follows too. It has the state of the last round that it was sent; the rounds since are
-kept, and sent when it has answered. They are dropped where they exceed the bound before: then it gets a state.
+A late member (`late_members.py`) follows too. It has the state of the last round that it received; the rounds since are
+kept, and sent when it has answered. If they exceed the bound before that, they are dropped, and it gets a state.
 """
 
 from __future__ import annotations
@@ -174,11 +174,8 @@ class Followers:
                 self._warn(f"{member.name} receives the state more slowly than the others train: they wait for it")
             self._warned |= self._at.keys()
             return True
-        near = (at is not None and self._left_bytes(member, at) <= NEAR_BYTES for member, at in self._sent_to())
-        return any(near)
-
-    def _sent_to(self) -> list[tuple[Member, int | None]]:
-        return [(member, at) for member, at in self._at.items() if member not in self._away]
+        sent_to = [(member, at) for member, at in self._at.items() if member not in self._away]
+        return any(at is not None and self._left_bytes(member, at) <= NEAR_BYTES for member, at in sent_to)
 
     @property
     def _is_full(self) -> bool:

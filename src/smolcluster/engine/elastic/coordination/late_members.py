@@ -1,4 +1,4 @@
-"""Members that are late: nobody waits for them, and what they computed counts later.
+"""Late members: the others do not wait for them, and their work counts in a later round.
 
     coordinator                                             a late member
       the deadline of round s has passed, and a quorum of the members has contributed
@@ -145,7 +145,7 @@ class LateMembers:
             f"{after_s:.1f} s, and a quorum is {needed(count, quorum=self._quorum)} (strategy.quorum {self._quorum:g})"
         )
 
-    # Those that are away
+    # Members outside the view
 
     def keep(self, member: Member, rounds: Sequence[int], *, committed: int) -> bool:
         """Keep the leases of a member that has left the view with its link open, and the results that it needs to return.
@@ -182,7 +182,7 @@ class LateMembers:
                 self._followers.answered(member)
 
     def is_away(self, member: Member) -> bool:
-        """Return whether it must not be a member again yet."""
+        """Return whether the member must stay out of the view for now."""
         return member in self._away and not self._away[member].back
 
     def enter(self, newcomers: Collection[Member]) -> dict[Member, list[Range]]:
@@ -195,6 +195,6 @@ class LateMembers:
 
 
 def _rounds_of(said: Any) -> dict[int, int]:
-    """Return rounds and samples that a member has reported, without what makes no sense."""
+    """Parse the rounds and samples that a member reported; drop invalid entries."""
     pairs = [pair for pair in said if isinstance(pair, list) and len(pair) == 2] if isinstance(said, list) else []
     return {step: samples for step, samples in pairs if type(step) is int and type(samples) is int and samples > 0}

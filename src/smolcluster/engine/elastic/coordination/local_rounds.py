@@ -39,7 +39,7 @@ class LocalReport:
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> LocalReport | None:
-        """Return that of a DONE message; None of a strategy without local steps. Raises ValueError."""
+        """Parse the report in a DONE message; None for a strategy without local steps. Raises ValueError."""
         said = report.get("local")
         if said is None:
             return None
@@ -63,13 +63,11 @@ class LocalRounds:
         """`equal_time`: members take as many steps as each has time for. `clipped`: counts by member."""
         self._equal_time, self._clipped, self._warn = equal_time, clipped, warn
         self._step_s: dict[str, deque[float]] = {}  # by instance, of the last rounds
-        self._usual: tuple[int, float | None] | None = (
-            None  # an epoch of the roster, and the median time of a step in it
-        )
+        self._usual: tuple[int, float | None] | None = None  # an epoch, and the median time of a step in it
         self._norms = UsualNorm()
 
     def terms(self, member: Member, roster: Roster, *, steps: int) -> tuple[int, dict[str, Any]]:
-        """Return how many steps the member takes in a round of `steps` steps of the run, and what its lease says of them."""
+        """Return how many steps the member takes in a round of `steps` steps of the run, and the limits for its lease."""
         said: dict[str, Any] = {}
         own_steps = steps
         if self._equal_time and (usual_s := self._usual_time(roster)) is not None:
@@ -82,7 +80,7 @@ class LocalRounds:
         return own_steps, said
 
     def _usual_time(self, roster: Roster) -> float | None:
-        """Return the median time of a step; None for one member, or where no time is known. Found once for all members."""
+        """Return the median time of a step, computed once per epoch; None for a single member, or where no time is known."""
         if self._usual is None or self._usual[0] != roster.epoch:
             known = [s for member in roster.in_order() if (s := self._time_of(member)) is not None]
             several = len(roster.members) > 1
@@ -100,7 +98,7 @@ class LocalRounds:
         return before.step_s if before is not None and LEAST_S < before.step_s < MOST_S else None
 
     def objection(self, member: Member, step: int, report: Mapping[str, Any], leases: Leases) -> str | None:
-        """Return the samples that a member has not read. Return why its report is not acceptable, or None."""
+        """Return why a report is not acceptable, or None. Samples that the member has not read go back to the leases."""
         held: list[Range] = leases.held(member.instance).get(step, [])
         leased, read = sum(part.count for part in held), report.get("samples")
         try:

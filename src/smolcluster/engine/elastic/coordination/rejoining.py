@@ -1,4 +1,4 @@
-"""What a worker that rejoins holds, by what it reported in JOIN: applied steps, and results that are not applied yet."""
+"""Whether a worker that rejoins has the committed state: by the applied steps and the results that it reports in JOIN."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from smolcluster.comm.elastic.membership.roster import Member
 from smolcluster.errors import SmolclusterError
-
-
-def is_ahead(member: Member, committed: int) -> bool:
-    """Return whether it has applied steps that the record lacks, which it cannot undo."""
-    updates = member.said.get("updates")
-    return isinstance(updates, int) and updates > committed
 
 
 def can_reach(
@@ -29,9 +23,10 @@ def can_reach(
 
 def weights_lost(members: Iterable[Member], committed: int) -> SmolclusterError:
     for member in members:
-        if is_ahead(member, committed):
+        updates = member.said.get("updates")
+        if isinstance(updates, int) and updates > committed:  # it cannot undo these steps
             return SmolclusterError(
-                f"the record of this run ends at step {committed} and {member.name} has applied {member.said['updates']} "
+                f"the record of this run ends at step {committed} and {member.name} has applied {updates} "
                 "steps: the disk has lost the last records, as in a power cut; continue from the last checkpoint with --resume"
             )
     return SmolclusterError(

@@ -48,7 +48,7 @@ class StateUploads:
         arrived: Callable[[int], None],
         warn: Callable[[str], None],
     ) -> None:
-        """`holders(attempt)`: whom to ask, [] while that is unknown. `accept` raises UnusableState for a state to reject."""
+        """`holders(attempt)`: the members to ask, [] while unknown. `accept` raises UnusableState for a state to reject."""
         self._roster, self._whole, self._holders = roster, whole, holders
         self._accept, self._arrived, self._warn = accept, arrived, warn
         self._upload: _Upload | None = None

@@ -15,7 +15,7 @@ from smolcluster.comm.elastic.membership.roster import Member, MemberGone, Membe
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.optim import adamw_denominator_means, is_adamw
 from smolcluster.engine.elastic.balance import ALIKE, MOST, share_out
-from smolcluster.engine.elastic.parameter_server.base import ParameterServer, Push
+from smolcluster.engine.elastic.parameter_server.base import ParameterServer, Push, send_buckets
 from smolcluster.engine.elastic.parameter_server.pushed_rounds import PackedModel
 from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Pushing
@@ -98,7 +98,7 @@ class AsynchronousServer(ParameterServer):
         member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))
 
     def _share_out(self) -> dict[Member, int]:
-        """Share out by speed, as far as that is believed; machines that are alike take as many: what is measured varies.
+        """Share out by speed, within bounds; machines of similar speed take equal shares, since measurements vary.
 
         At least two samples each, which batch normalization needs, and no more than `MOST` batches.
         """
@@ -160,26 +160,12 @@ class AsynchronousServer(ParameterServer):
         for member in self._roster.members.values():
             if member.link.queued_bytes <= self._weights.nbytes + 2**20:
                 meta = {"counted": self._counted.get(member, 0), **said}
-                for channel, payload in enumerate(payloads):
-                    member.link.send(
-                        Message(
-                            kind=Kind.AVERAGE,
-                            step=step,
-                            channel=channel,
-                            epoch=member.epoch,
-                            codec="int4",
-                            meta=meta if channel == len(payloads) - 1 else {},
-                            payload=payload,
-                        )
-                    )
+                send_buckets(member, Kind.AVERAGE, step, payloads, codec=self._changes.codec.name, meta=meta)
 
     def _send_weights(self, member: Member) -> None:
         if member.link.queued_bytes > MAX_UNREAD * self._weights.nbytes + 2**20:
             self._roster.evict(member, "it requests the weights repeatedly without reading them")
             return
-        for channel, payload in self._weights.encode(self.replica.weights()):
-            member.link.send(
-                Message(
-                    kind=Kind.WEIGHTS, step=self.replica.updates, channel=channel, epoch=member.epoch, payload=payload
-                )
-            )
+        step, epoch = self.replica.updates, member.epoch
+        for channel, payload in self._weights.encode(self.replica.weights()):  # sent while the next is encoded
+            member.link.send(Message(kind=Kind.WEIGHTS, step=step, channel=channel, epoch=epoch, payload=payload))

@@ -66,9 +66,8 @@ class ParameterServer(ServerSide):
     leases_ahead: ClassVar[int] = 1
 
     def __init__(self, context: Context, strategy: Pushing[Any], *, tokens_per_sample: int = 1) -> None:
-        self.context, self.replica, self.strategy = context, strategy.replica, strategy
-        self.tokens_per_sample = tokens_per_sample
-        self.init_serving()
+        super().__init__(context, strategy.replica, tokens_per_sample=tokens_per_sample)
+        self.strategy = strategy
         packed = PackedModel(self.replica, strategy.options)
         self._shapes, self._buffer_shapes = packed.shapes, packed.buffer_shapes
         self._gradients, self._weights, self._buffers = packed.gradients, packed.weights, packed.buffers
@@ -313,6 +312,23 @@ class ParameterServer(ServerSide):
                 offset = end
             average = tensors if shares is None else _add(average, tensors, share=shares[number])
         return average
+
+
+def send_buckets(
+    member: Member,
+    kind: Kind,
+    step: int,
+    payloads: Sequence[Tensor],
+    *,
+    codec: str = "fp32",
+    meta: dict[str, Any] | None = None,
+) -> None:
+    """Send all buckets, `meta` with the last."""
+    for channel, payload in enumerate(payloads):
+        message = Message(kind=kind, step=step, channel=channel, epoch=member.epoch, codec=codec, payload=payload)
+        if channel == len(payloads) - 1:
+            message.meta = meta or {}
+        member.link.send(message)
 
 
 def mean_loss(pushes: Sequence[Push]) -> Tensor:

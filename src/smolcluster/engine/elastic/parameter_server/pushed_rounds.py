@@ -28,7 +28,6 @@ from smolcluster.comm.rounds import AtServer, Committed, Contribution, ServerRou
 from smolcluster.compute.replica import Replica
 from smolcluster.config.options import ServedOptions
 from smolcluster.engine.elastic.member_side import MemberSide
-from smolcluster.strategies.base import State
 from smolcluster.strategies.base.replicated import Announced, Pushing
 
 SLOTS = 1  # memory for one mean
@@ -49,9 +48,7 @@ class PackedModel:
         self.gradients = PackedTensors(_layout(self.shapes), codec=self.codec, bucket_bytes=bucket_bytes)
         self.changes = PackedTensors(_layout(self.shapes), codec=Int4(), bucket_bytes=bucket_bytes)
         self.weights = PackedTensors(_layout(floats), codec=plain, bucket_bytes=bucket_bytes)
-        self.buffers = PackedTensors(
-            _layout(self.buffer_shapes), codec=plain, bucket_bytes=bucket_bytes
-        )  # running means
+        self.buffers = PackedTensors(_layout(self.buffer_shapes), codec=plain, bucket_bytes=bucket_bytes)
 
 
 def _layout(shapes: dict[str, torch.Size]) -> list[tuple[str, tuple[int, ...]]]:
@@ -60,12 +57,12 @@ def _layout(shapes: dict[str, torch.Size]) -> list[tuple[str, tuple[int, ...]]]:
 
 class PushedRounds(ServerRounds, MemberSide):
     combination: AtServer
+    _strategy: Pushing[Any]
 
     def __init__(self, strategy: Pushing[Any], combination: AtServer) -> None:
         super().__init__(combination, num_slots=SLOTS)
-        self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
+        self.init_member(strategy)
         self._one_by_one = strategy.combined == "server, as they arrive"
-        self.init_member()
         self._packed = packed = PackedModel(self.replica, strategy.options)
         self._link.expect(Kind.WEIGHTS, packed.weights.payloads())
         self._link.expect(Kind.AVERAGE, (packed.changes if self._one_by_one else packed.gradients).payloads())
@@ -89,9 +86,6 @@ class PushedRounds(ServerRounds, MemberSide):
                 return False
             self._handle(message)
         return True
-
-    def load_state(self, state: State) -> None:
-        self._strategy.load_state(state)
 
     def own_state(self) -> dict[str, Tensor]:
         if self._feedback is None:
@@ -207,7 +201,7 @@ class PushedRounds(ServerRounds, MemberSide):
             self._strategy.take_weights(self._server_weights, message.step)
 
     def _take_change(self, message: Message, payload: Tensor) -> None:
-        """Follow the server by one step. A change of another version than ours is of no use: the server left one out."""
+        """Follow the server by one step. A change that does not follow this worker's version is dropped: one is missing."""
         self._packed.changes.decode(message.channel, payload, self._server_weights)  # the memory of what is in transit
         self._link.release(payload)
         if message.channel == len(self._packed.changes) - 1:
@@ -229,7 +223,7 @@ class PushedRounds(ServerRounds, MemberSide):
 
 
 def announced(meta: Mapping[str, Any], change: Mapping[str, Tensor] | None) -> Announced:
-    """Read what the server says of a step. What it does not say is not known."""
+    """Parse what the server announces of a step; missing fields get their defaults."""
     return Announced(
         change=change,
         counted=int(meta.get("counted", 0)),

@@ -21,7 +21,7 @@ from smolcluster.comm.codecs import CodecError, Feedback
 from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.engine.elastic.parameter_server.base import ParameterServer, Push, sound
+from smolcluster.engine.elastic.parameter_server.base import ParameterServer, Push, send_buckets, sound
 from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Pushing
 
@@ -271,7 +271,7 @@ class SynchronousServer(ParameterServer):
             if step < self.context.total_steps and member not in self._late and member not in self._joining:
                 meta["leases"] = [self.grant_lease(member, step + 1)]
                 self._idle.discard(member)
-            self._send_buckets(member, Kind.AVERAGE, step, encoded, meta)
+            send_buckets(member, Kind.AVERAGE, step, encoded, codec=self._gradients.codec.name, meta=meta)
         self._sent = dict.fromkeys(reached, time.perf_counter())
         return reached
 
@@ -279,25 +279,7 @@ class SynchronousServer(ParameterServer):
         if step % self.strategy.options.worker_update_interval == 0:
             weights = [payload for _, payload in self._weights.encode(self.replica.weights())]
             for member in members:
-                self._send_buckets(member, Kind.WEIGHTS, step, weights)
-
-    def _send_buckets(
-        self, member: Member, kind: Kind, step: int, payloads: Sequence[Tensor], meta: dict[str, object] | None = None
-    ) -> None:
-        """Send all buckets, `meta` with the last."""
-        for channel, payload in enumerate(payloads):
-            last = channel == len(payloads) - 1
-            member.link.send(
-                Message(
-                    kind=kind,
-                    step=step,
-                    channel=channel,
-                    epoch=member.epoch,
-                    codec=self._gradients.codec.name if kind is Kind.AVERAGE else "fp32",
-                    meta=meta or {} if last else {},
-                    payload=payload,
-                )
-            )
+                send_buckets(member, Kind.WEIGHTS, step, weights)
 
     def _keeps_up(self, member: Member) -> bool:
         """Return whether it may get more data: not with several steps unread."""
