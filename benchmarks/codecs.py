@@ -4,8 +4,8 @@ One 2048 x 2048 float32 gradient (16 MiB), one thread, warm memory. The peer is 
 does at least once. Three passes are timed: `encode`, `decode`, and `encode` with error feedback, which adds the residual,
 decodes what was encoded and keeps what is left.
 
-There is no target: a codec is worth its time where the bytes it saves take longer to send. The name of each variant says
-how many times fewer bytes that is; a link of 100 Mbit/s needs 1.3 s for the gradient as fp32.
+Target: none. A codec is worth its time where the bytes that it saves take longer to send. The name of each variant has the
+factor by which it reduces them; a link of 100 Mbit/s needs 1.3 s for the gradient in fp32.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ import tempfile
 from collections.abc import Callable
 
 from benchmarks.harness import Comparison, Session, Target, Variant
-from benchmarks.network import RATES, Network, hosts, measured_rate
-from benchmarks.workload import SHAPES, Shape, make_config
-from benchmarks.world import World
+from benchmarks.harness.network import RATES, Network, hosts, measured_rate
+from benchmarks.harness.workload import SHAPES, Shape, make_config
+from benchmarks.harness.world import World
 from smolcluster.errors import SmolclusterError
 
 EXAMPLE = "python -m benchmarks ddp --link 100mbit --workers 2"
@@ -73,7 +73,7 @@ def _compare(session: Session, shape: Shape, *, size: int, link: str, network: N
         overrides = {"training.device": "cpu", "strategy.name": "allreduce", "data.cache_dir": cache}
         config = make_config(shape, steps=steps, overrides=overrides)
         spec = {"config": config.model_dump(mode="json"), "block": block, "variants": VARIANTS}
-        with World("benchmarks.ddp_rank", size=size, spec=spec, network=network) as world:
+        with World("benchmarks.programs.ddp_rank", size=size, spec=spec, network=network) as world:
             losses: dict[str, list[float]] = {}
             session.compare(
                 Comparison(

@@ -39,9 +39,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.elastic import show
 from benchmarks.harness import Session
-from benchmarks.workload import SHAPES, Shape, make_config, make_strategy
+from benchmarks.harness.workload import SHAPES, Shape, make_config, make_strategy
 from smolcluster.comm.codecs import FlatEncoding, chosen_codec
 from smolcluster.comm.gathered_mean import GatheredMean
 from smolcluster.comm.group import Done, Group, Traffic, Work
@@ -98,14 +97,13 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     finally:
         torch.set_num_threads(threads)
     where = f"{device.type}, {tokens:,} tokens per step, {WORKERS} workers, seconds"
-    show(
-        session,
+    session.show(
         f"a round of {LOCAL_STEPS} steps: {where}",
         rows,
         ["method", "step", "compute", "exchange", "ratio", "verdict"],
     )
-    show(session, "the parts of an exchange", rows, ["method", *PARTS])
-    show(session, "seconds per token", rows, ["method", "bytes", "compute per token", "exchange per token", *LINKS])
+    session.show("the parts of an exchange", rows, ["method", *PARTS])
+    session.show("seconds per token", rows, ["method", "bytes", "compute per token", "exchange per token", *LINKS])
 
 
 def _measure(session: Session, name: str, shape: Shape, device: torch.device, batch: int) -> dict[str, Any]:

@@ -4,14 +4,14 @@ Elastic plane. Compared: `Strategy.plan`, which is the formula in the strategy's
 the sockets of each worker (plain TCP on loopback): syncps, edp and elastic allreduce with every codec, fsdp stages 0 and 1, on
 2 and 3 workers. The worker that moved most counts.
 
-How: a worker reads its counters at the beginning of every step (`benchmarks/tasks/counted.py`); a step's bytes are the median
+How: a worker reads its counters at the beginning of every step (`tasks/counted.py`); a step's bytes are the median
 over all stretches of half the run, so that what travels once, at joining, is left out, and so is what happens to be under
 way when they are read. Heartbeats are in, and what a message has around its numbers: a header of 128 bytes, a checksum of 4,
 JSON. The column `over` has all that is beyond the formula, in bytes.
 
 Target: at most 1.02 of the formula, and 256 bytes for each message that `cost` counts.
 
-Mesh plane (`benchmarks/mesh_bytes.py`): allreduce, fsdp stages 0 to 3 and hybrid, pipeline, tensor and mesh over gloo.
+Mesh plane (`harness/mesh_bytes.py`): allreduce, fsdp stages 0 to 3 and hybrid, pipeline, tensor and mesh over gloo.
 Compared: the formula of each strategy's page, what the run itself has counted, and the kernel. Target: at most 1.02 of what is
 counted, headers included, and nothing missing.
 """
@@ -27,11 +27,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import mesh_bytes
-from benchmarks.elastic import ElasticRun, elastic_config, options_of, show
-from benchmarks.harness import Session
+from benchmarks.harness import Session, mesh_bytes
+from benchmarks.harness.elastic_run import ElasticRun, elastic_config, options_of
+from benchmarks.harness.workload import Shape
 from benchmarks.tasks import counted
-from benchmarks.workload import Shape
 from smolcluster.comm.codecs import CODECS
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
@@ -133,7 +132,7 @@ def run_mesh(session: Session, arguments: argparse.Namespace) -> None:
 def conclude(session: Session, title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
     if not rows:
         return
-    show(session, title, rows, columns)
+    session.show(title, rows, columns)
     missed = [f"{row['strategy']} on {row['workers']}" for row in rows if row["verdict"] != "met"]
     print(f"target, at most {LIMIT} x and headers: {'missed by ' + ', '.join(missed) if missed else 'met by all'}\n")
 

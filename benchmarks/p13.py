@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.harness import Comparison, Session, Target, Variant
-from benchmarks.workload import ROOT, SHAPES, child_environment
+from benchmarks.harness.workload import ROOT, SHAPES, child_environment
 from smolcluster.errors import SmolclusterError
 
 EXAMPLE = "python -m benchmarks p13 --only help"

@@ -34,11 +34,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from benchmarks.elastic import show
 from benchmarks.harness import Session
-from benchmarks.network import ended_by_sigterm
-from benchmarks.p14_run import BATCH, CONTEXT, Order
-from benchmarks.workload import ROOT, child_environment
+from benchmarks.harness.network import ended_by_sigterm
+from benchmarks.harness.workload import ROOT, child_environment
+from benchmarks.programs.p14_run import BATCH, CONTEXT, Order
 from smolcluster.errors import SmolclusterError, UserError
 
 EXAMPLE = "python -m benchmarks p14 --only edp --workers 4 --repeats 3"
@@ -86,7 +85,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     # Other samples than expected: single takes as many.
     run_all(dict.fromkeys(single_of(order, done[order]) for order in orders), cores, jobs, done)
     rows = [row_of(group, done) for group in grouped(orders)]
-    show(session, f"{orders[0].steps} steps, {session.repeats} seeds: the loss above that of single", rows, COLUMNS)
+    session.show(f"{orders[0].steps} steps, {session.repeats} seeds: the loss above that of single", rows, COLUMNS)
 
 
 def cases(session: Session, arguments: argparse.Namespace) -> list[Order]:
@@ -208,7 +207,7 @@ def _tell(order: Order, result: Result) -> None:
 
 
 class _Children:
-    """The processes of `p14_run`: none is left at the end of the `with`."""
+    """The processes of `programs/p14_run.py`: none is left at the end of the `with`."""
 
     def __enter__(self) -> _Children:
         self._processes: list[subprocess.Popen[str]] = []
@@ -222,7 +221,7 @@ class _Children:
 
     def run(self, order: Order, cores: Sequence[int]) -> Result:
         text = json.dumps({"order": dataclasses.asdict(order), "cores": list(cores)})
-        command = [sys.executable, "-m", "benchmarks.p14_run", text]
+        command = [sys.executable, "-m", "benchmarks.programs.p14_run", text]
         process = subprocess.Popen(command, env=child_environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
         self._processes.append(process)
         output, _ = process.communicate()

@@ -38,14 +38,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import ElasticRun, elastic_config, show
 from benchmarks.harness import Session
-from benchmarks.jobs import add_job_arguments, call_each
-from benchmarks.methods import BARE, DDP, METHODS, OF_BYTES, OURS, steps_of, training
-from benchmarks.network import hosts
-from benchmarks.picture import draw
-from benchmarks.programs import hivemind_peers, usable
-from benchmarks.workload import ROOT, SHAPES, make_config
+from benchmarks.harness.elastic_run import ElasticRun, elastic_config
+from benchmarks.harness.jobs import add_job_arguments, call_each
+from benchmarks.harness.methods import BARE, DDP, METHODS, OF_BYTES, OURS, steps_of, training
+from benchmarks.harness.network import hosts
+from benchmarks.harness.peer_programs import hivemind_peers, usable
+from benchmarks.harness.plot import draw
+from benchmarks.harness.workload import ROOT, SHAPES, make_config
 from smolcluster.errors import UserError
 from smolcluster.observe.events import StepLogged
 
@@ -113,7 +113,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         } | {name: measured[link, name] for name in names if name in OVER_LINKS}
         session.parameters["links"][link] = {"step_s": paces, "over_time": over_time}
         rows = [_row(name, link, paces, over_time, curves, loss) for name in over_time]
-        show(session, f"{size} workers, {link}: time to a validation loss of {loss:.3f}", rows, COLUMNS)
+        session.show(f"{size} workers, {link}: time to a validation loss of {loss:.3f}", rows, COLUMNS)
     if arguments.draw:
         _draw(session.parameters)
 

@@ -4,7 +4,7 @@ Work: a GPT of 0.8 M parameters (4 layers of 128, context 64, bytes) on the embe
 samples, learning rates and number of steps for everybody. The loss is that of the whole validation set after the last step.
 
 Compared, on the mesh plane, counted by the kernel: torch DDP in fp32 (gloo), its fp16 and PowerSGD hooks, DiLoCo as a bare
-loop, and `diloco` with each preset, AdamW or Muon inside (`methods.py`).
+loop, and `diloco` with each preset, AdamW or Muon inside (`harness/methods.py`).
 
 On the elastic plane: the parameter servers and their codecs at several strengths. syncps encodes both ways; its pulls of fp32
 weights are switched off (all replicas take the same steps without them), while edp needs them. Their bytes are those that left
@@ -40,13 +40,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import ElasticRun, elastic_config, show
 from benchmarks.harness import Session
-from benchmarks.jobs import add_job_arguments, call_each
-from benchmarks.methods import BARE, DDP, METHODS, MUON_PEER, OURS, steps_of, training
-from benchmarks.programs import hivemind_peers, ray_server, usable
-from benchmarks.workload import Shape, make_config
-from benchmarks.world import Message
+from benchmarks.harness.elastic_run import ElasticRun, elastic_config
+from benchmarks.harness.jobs import add_job_arguments, call_each
+from benchmarks.harness.methods import BARE, DDP, METHODS, MUON_PEER, OURS, steps_of, training
+from benchmarks.harness.peer_programs import hivemind_peers, ray_server, usable
+from benchmarks.harness.workload import Shape, make_config
+from benchmarks.harness.world import Message
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
 
@@ -142,7 +142,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         rows.append({**_against(runs.done[DDP, SEED], peer), "setting": name, WITHIN: "peer"})
     rows += [runs.row(name, SEED) for name in names]
     _check_same_work(rows)
-    show(session, f"{steps} steps, {tokens:,} tokens, {WORKERS} workers", rows, COLUMNS)
+    session.show(f"{steps} steps, {tokens:,} tokens, {WORKERS} workers", rows, COLUMNS)
     if arguments.peers:
         session.name = "p3-peers"
         return
@@ -227,7 +227,7 @@ def _confirm_best(session: Session, rows: list[dict[str, Any]], runs: Runs) -> N
     for goal in GOALS:
         if confirmed[goal]:
             title = f"the fewest bytes, {goal}, with other seeds ({session.repeats} in all)"
-            show(session, title, confirmed[goal], columns)
+            session.show(title, confirmed[goal], columns)
         else:
             print(f"no setting is {goal}\n")
 

@@ -40,14 +40,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.elastic import ElasticRun, elastic_config
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
+from benchmarks.harness.elastic_run import ElasticRun, elastic_config
+from benchmarks.harness.peer_programs import hivemind_peers, ray_server, usable
+from benchmarks.harness.slow import slowed
+from benchmarks.harness.workload import SHAPES, make_config
+from benchmarks.harness.world import Message, World, serve
 from benchmarks.peers.ddp import DDPTraining
 from benchmarks.peers.work import Work
-from benchmarks.programs import hivemind_peers, ray_server, usable
-from benchmarks.slow import slowed
-from benchmarks.workload import SHAPES, make_config
-from benchmarks.world import Message, World, serve
 from smolcluster.comm.group import Group
 from smolcluster.config.schema import Config
 from smolcluster.engine.elastic import history

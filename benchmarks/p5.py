@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import smolcluster
-from benchmarks.elastic import show
 from benchmarks.harness import Session
 from benchmarks.tasks import resting
 
@@ -53,8 +52,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
             samples = [measure(schedule, ranks, per_rank, count) for _ in range(session.repeats)]
             rows.append(row(schedule, ranks, per_rank, count, samples))
             print(f"  {schedule}, {count} micro-batches: {rows[-1]['verdict']}", flush=True)
-    show(
-        session,
+    session.show(
         "idle time per working time",
         rows,
         ["schedule", "microbatches", "formula", "bubble", "points", "verdict"],

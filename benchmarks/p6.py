@@ -28,10 +28,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.elastic import show
 from benchmarks.harness import Session
-from benchmarks.workload import Shape, child_environment, make_config
-from benchmarks.world import World
+from benchmarks.harness.workload import Shape, child_environment, make_config
+from benchmarks.harness.world import World
 from smolcluster.compute.device import choose_device
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError, UserError
@@ -89,7 +88,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         for stage in arguments.stages:
             rows.append(compare(session, subject, stage, precision))
             print(f"  {precision}, stage {stage}: {rows[-1]['verdict']}", flush=True)
-    show(session, f"bytes of a rank, {subject.shape.parameters:,} parameters on {ranks} ranks", rows, COLUMNS)
+    session.show(f"bytes of a rank, {subject.shape.parameters:,} parameters on {ranks} ranks", rows, COLUMNS)
     missed = [f"{row['precision']} {row['stage']}" for row in rows if row["verdict"] != "met"]
     errors = [row["error"] for row in rows]
     print(f"target, at most {LIMIT} x the formula: {'missed by ' + ', '.join(missed) if missed else 'met by all'}")
@@ -174,10 +173,10 @@ def measure(config: Config, message: dict[str, Any], size: int) -> list[dict[str
     """What each rank of a new world has seen; on a GPU the one rank that is real."""
     plain = config.model_dump(mode="json")
     if config.training.device == "cpu":
-        with World("benchmarks.p6_rank", size=size, spec={"config": plain}) as world:
+        with World("benchmarks.programs.p6_rank", size=size, spec={"config": plain}) as world:
             return world.ask(message)
     order = json.dumps({"config": plain, "size": size, "message": message}).encode() + b"\n"
-    command = [sys.executable, "-m", "benchmarks.p6_rank", "alone"]
+    command = [sys.executable, "-m", "benchmarks.programs.p6_rank", "alone"]
     ended = subprocess.run(command, input=order, capture_output=True, env=child_environment(threads=4), check=False)
     if ended.returncode:
         words = ended.stderr.decode(errors="replace").strip()[-3000:]

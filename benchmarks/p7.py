@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Comparison, Session, Target, Variant
+from benchmarks.harness.workload import SHAPES, Shape, make_config, make_strategy, recipe_of
 from benchmarks.peers.bare import BareLoop
-from benchmarks.workload import SHAPES, Shape, make_config, make_strategy, recipe_of
 from smolcluster.comm.mesh.rendezvous import RankPlace, connect
 from smolcluster.compute.device import choose_device, synchronize
 from smolcluster.compute.rng import seed_everything

@@ -48,9 +48,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Comparison, Measured, Session, Variant
-from benchmarks.network import Network, check_possible, hosts
-from benchmarks.p8_front import PROMPT
-from benchmarks.workload import ROOT, child_environment
+from benchmarks.harness.network import Network, check_possible, hosts
+from benchmarks.harness.workload import ROOT, child_environment
+from benchmarks.programs.p8_front import PROMPT
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.engine.checkpoint.export_hf import write_folder
 from smolcluster.errors import SmolclusterError, UserError
@@ -284,7 +284,7 @@ def _cluster(model: str, stages: int, network: Network | None, *, device: str = 
     port = PORT + stages
     token = None if network is None else new_token()
     address = f"{'127.0.0.1' if network is None else network.address(0)}:{port}"
-    front = [sys.executable, "-m", "benchmarks.p8_front", model, str(stages), address]
+    front = [sys.executable, "-m", "benchmarks.programs.p8_front", model, str(stages), address]
     stage = [sys.executable, "-m", "smolcluster", "stage", "--server", address, "--device", device, "--threads", "1"]
     with contextlib.ExitStack() as stack:
         led = stack.enter_context(_process(front, host=0, network=network, token=token))

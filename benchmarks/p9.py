@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
+from benchmarks.harness.processes import descendants, environment_of, started
+from benchmarks.harness.workload import Shape
 from benchmarks.p13 import smolcluster_command
-from benchmarks.processes import descendants, environment_of, started
-from benchmarks.workload import Shape
 from smolcluster.engine.elastic import history
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.local.processes import WORKER_MARK

@@ -9,7 +9,7 @@ step; `perplexity` is the ratio to the synchronous run (`allreduce`) of the same
     quality    diloco in fp32 and with each preset, AdamW and Muon inside
     H          local steps between exchanges, fp32
     workers    1 to 8, fp32, 32 samples a step by all of them
-    dropped    a share of the contributions does not arrive, fp32 (`dropped.py`)
+    dropped    a share of the contributions does not arrive, fp32 (`programs/dropped.py`)
     bits       of a number that is sent: preset wan with 1, 2, 4 and 16 bits; all numbers in int4 and fp32, rounds as in wan
     k          numbers sent of each block of 4096: preset wan with 32 to 512
     average    preset wan, a number averaged over the workers that sent it, or over all
@@ -35,11 +35,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.elastic import show
 from benchmarks.harness import Session
-from benchmarks.jobs import add_job_arguments, call_each
-from benchmarks.methods import MUON, Method, diloco, steps_of, training
-from benchmarks.workload import Shape
+from benchmarks.harness.jobs import add_job_arguments, call_each
+from benchmarks.harness.methods import MUON, Method, diloco, steps_of, training
+from benchmarks.harness.workload import Shape
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.errors import UserError
 
@@ -192,7 +191,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
             for row in rows[len(references) :]:
                 row |= {"target": f"<= {LIMIT}", "verdict": "met" if row["perplexity"] <= LIMIT else "missed"}
         columns = [*COLUMNS[:-1], "target", "verdict", COLUMNS[-1]] if name == "quality" else COLUMNS
-        show(session, f"{name}: {steps} steps of {samples} samples", rows, columns)
+        session.show(f"{name}: {steps} steps of {samples} samples", rows, columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.harness import Comparison, Session, Target, Variant
+from benchmarks.harness.processes import started
+from benchmarks.harness.workload import SHAPES
 from benchmarks.p13 import smolcluster_command
-from benchmarks.processes import started
-from benchmarks.workload import SHAPES
 from smolcluster.errors import SmolclusterError
 
 EXAMPLE = "python -m benchmarks watched --only logs"

@@ -4,7 +4,7 @@ What is left when all that a server has to do is taken away: our own layers, and
 Whatever keeps several processes from being as fast as one (they sleep, and wake up to cold caches and a slow clock) it shows.
 
 python -m benchmarks.peers.bare_stages MODEL STAGES PLACE LISTEN NEXT      a stage; waits for the one before it
-python -m benchmarks.peers.bare_stages MODEL STAGES -1 LISTEN NEXT         asked as `p8_front` is
+python -m benchmarks.peers.bare_stages MODEL STAGES -1 LISTEN NEXT         takes the messages of `programs/p8_front.py`
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.p8_front import PROMPT, prompt
+from benchmarks.programs.p8_front import PROMPT, prompt
 from smolcluster.comm.addresses import split_address
 from smolcluster.serve.engine.sources import find_source
 from smolcluster.serve.engine.stage_model import Row, StageModel

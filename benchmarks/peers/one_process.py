@@ -1,4 +1,4 @@
-"""The same weights in one process, for `p8`: our GPT with its cache, or `transformers`. Asked as `p8_front` is.
+"""The same weights in one process, for `p8`: our GPT with its cache, or `transformers`. Messages: those of `p8_front.py`.
 
 python -m benchmarks.peers.one_process MODEL ours|transformers [DEVICE]        bf16 on a GPU, fp32 on a CPU, as stages
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.p8_front import PROMPT, prompt
+from benchmarks.programs.p8_front import PROMPT, prompt
 from smolcluster.compute.device import synchronize
 from smolcluster.models import GPT
 from smolcluster.models.hugging_face import export_config, export_weights

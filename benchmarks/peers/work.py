@@ -1,7 +1,7 @@
 """What every peer trains: the same weights, its share of the samples of each step, the same learning rates.
 
 Peers that are programs of their own print a row of JSON now and then, and wait for a line before they go on: so whoever
-started them can count in between. See `benchmarks/programs.py` for the other end.
+started them can count in between. See `harness/peer_programs.py` for the other end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.workload import recipe_of
+from benchmarks.harness.workload import recipe_of
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.schema import Config

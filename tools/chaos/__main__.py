@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network import Network, check_possible, hosts
+from benchmarks.harness.network import Network, check_possible, hosts
 from tests.faults.elastic_history import lines_of
 
 from smolcluster.errors import UserError

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network import Network
+from benchmarks.harness.network import Network
 from tests.faults.elastic_history import instance_of
 from tests.world import ElasticWorld, Who, run_elastic_world
 

@@ -20,9 +20,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.network import Network
-from benchmarks.processes import bytes_between, descendants, started
-from benchmarks.world import Message
+from benchmarks.harness.network import Network
+from benchmarks.harness.processes import bytes_between, descendants, started
+from benchmarks.harness.world import Message
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
 

@@ -21,7 +21,7 @@ from smolcluster.strategies.base import Context, Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)

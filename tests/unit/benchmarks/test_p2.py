@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from benchmarks import p2
 from benchmarks.harness import Session
-from benchmarks.methods import DDP
+from benchmarks.harness.methods import DDP
 
 
 class Rows:
@@ -73,7 +73,9 @@ def test_hivemind_ends_at_the_limit_and_its_curve_is_what_it_reached(
 def test_hivemind_is_measured_over_every_link_where_it_is_installed(
     installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.programs.missing", lambda package: None if installed else f"{package} is missing")
+    monkeypatch.setattr(
+        "benchmarks.harness.peer_programs.missing", lambda package: None if installed else f"{package} is missing"
+    )
     monkeypatch.setattr(p2, "curve_of", lambda name, size, steps: [(30.0, 3.0), (60.0, 2.0)])
     monkeypatch.setattr(p2, "paces_of", lambda *order: [2.0])
     monkeypatch.setattr(p2, "hivemind_over", lambda link, **how: [(20.0, 3.0), (40.0, 2.0)] if link == "1mbit" else [])

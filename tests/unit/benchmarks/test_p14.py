@@ -13,8 +13,8 @@ import pytest
 from benchmarks import p14
 from benchmarks.__main__ import main
 from benchmarks.harness import Session
-from benchmarks.p14_run import BATCH, Order, share_of
-from benchmarks.processes import descendants
+from benchmarks.harness.processes import descendants
+from benchmarks.programs.p14_run import BATCH, Order, share_of
 
 from smolcluster.config import load_config, resolve
 from smolcluster.errors import SmolclusterError

@@ -10,25 +10,13 @@ Weights, order of samples, AdamW, clipping and learning rates are the same for a
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
-from benchmarks.dropped import Dropping, drop_contributions
-from benchmarks.network import Network
-from benchmarks.peers.bare_diloco import BareDiLoCo
-from benchmarks.peers.ddp import DDPTraining
-from benchmarks.peers.work import CPU, Work
-from benchmarks.tasks.counted import kernel_bytes
-from benchmarks.workload import Shape, make_config, make_strategy
-from benchmarks.world import Message, World, serve
-from smolcluster.comm.group import Group
-from smolcluster.compute.device import choose_device
-from smolcluster.compute.replica import Batch
-from smolcluster.config.schema import Config
+from benchmarks.harness.network import Network
+from benchmarks.harness.workload import Shape, make_config
+from benchmarks.harness.world import Message, World
 from smolcluster.errors import SmolclusterError
 
 DDP, BARE, MUON = "torch DDP", "bare DiLoCo", "muon"
@@ -90,7 +78,7 @@ def training(
     common = {"training.seed": seed, "training.device": "cpu", **method.overrides()}
     config = make_config(shape, steps=steps, overrides={**common, **(overrides or {})})
     spec = {"config": config.model_dump(mode="json"), "method": peer, "dropped": dropped}
-    return World("benchmarks.methods", size=size, spec=spec, network=network)
+    return World("benchmarks.programs.methods_rank", size=size, spec=spec, network=network)
 
 
 def steps_of(world: World, steps: int, *, val_samples: int | None = 0, last: bool = False) -> Message:
@@ -101,64 +89,3 @@ def steps_of(world: World, steps: int, *, val_samples: int | None = 0, last: boo
         raise SmolclusterError("this kernel does not count the bytes of sockets (TCP_INFO of Linux is needed)")
     seconds = max(float(answer["seconds"]) for answer in answers)
     return {"bytes": total, "bytes_now": total - first, "seconds": seconds, "val_loss": answers[0]["val_loss"]}
-
-
-class Ours:
-    """Our strategy, stepped as the engine does it."""
-
-    def __init__(self, work: Work, group: Group, *, dropped: float = 0.0) -> None:
-        self.device = choose_device(work.config.training.device)
-        self._strategy = make_strategy(work.config, work.task, group=group, device=self.device)
-        self._step = 0
-        self._dropping: Dropping | None = None
-        if dropped:
-            self._dropping = drop_contributions(
-                self._strategy, group, share=dropped, seed=work.config.training.seed or 0
-            )
-
-    @property
-    def model(self) -> nn.Module:
-        return self._strategy.replica.model
-
-    def run(self, batches: list[Any]) -> None:
-        for part in batches:
-            self._step += 1
-            if self._dropping is not None:
-                self._dropping.before_step()
-            self._strategy.step(Batch(parts=[part], samples=len(part[0]), tokens=part[0].numel(), step=self._step))
-
-    def finish(self) -> None:
-        self._strategy.drain()
-
-
-def setup(spec: Message, group: Group) -> Callable[[Message], Message]:
-    """One rank."""
-    work = Work(Config.model_validate(spec["config"]), rank=group.rank, size=group.size)
-    name = spec["method"]
-    method: Any
-    if name in PEERS:
-        method = DDPTraining(work.model, work.recipe, gradient_as_bucket_view=True, **PEERS[name])
-    else:
-        method = BareDiLoCo(work.model, work.recipe) if name == BARE else Ours(work, group, dropped=spec["dropped"])
-
-    def handle(message: Message) -> Message:
-        group.barrier()
-        (before, _), started = kernel_bytes(), time.perf_counter()
-        for _ in range(message["steps"]):
-            method.run([work.batch()])
-        if message["last"] and hasattr(method, "finish"):
-            method.finish()
-        seconds, (sent, _) = time.perf_counter() - started, kernel_bytes()
-        group.barrier()  # nobody closes a connection before everybody has counted
-        wanted = message["val_samples"]
-        device, val_loss = getattr(method, "device", CPU), None
-        if group.rank == 0 and wanted != 0:
-            val_loss = work.validation_loss(method.model, samples=wanted, device=device)
-        method.model.train()
-        return {"before": before, "sent": sent, "seconds": seconds, "val_loss": val_loss}
-
-    return handle
-
-
-if __name__ == "__main__":
-    serve(setup)

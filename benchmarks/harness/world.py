@@ -3,7 +3,7 @@
 The parent asks all ranks for the same thing at once and gets one answer from each, as JSON lines on their standard input
 and output. Ranks meet as in a real run (`comm.rendezvous.connect`), on loopback or across the hosts of a `Network`.
 
-    parent    with World("benchmarks.ddp_rank", size=2, spec={...}) as world:
+    parent    with World("benchmarks.programs.ddp_rank", size=2, spec={...}) as world:
                   answers = world.ask({"variant": "ddp", "steps": 10})
     rank      serve(lambda spec, group: handler)      # handler(message) -> answer
 """
@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.network import Network
-from benchmarks.workload import child_environment
+from benchmarks.harness.network import Network
+from benchmarks.harness.workload import child_environment
 from smolcluster.comm.group import Group
 from smolcluster.comm.mesh.rendezvous import RankPlace, connect
 from smolcluster.compute.device import choose_device

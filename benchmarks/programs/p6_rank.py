@@ -1,6 +1,6 @@
 """One rank of p6: steps of a strategy, or of FSDP2 alone, with every storage noted.
 
-As a rank of a real world (`benchmarks/world.py`), or alone on a GPU among ranks that are not there: then collectives do
+As a rank of a real world (`harness/world.py`), or alone on a GPU among ranks that are not there: then collectives do
 nothing, and what torch's allocator has counted is the measure.
 """
 
@@ -20,8 +20,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.workload import make_strategy
-from benchmarks.world import Message, serve
+from benchmarks.harness.workload import make_strategy
+from benchmarks.harness.world import Message, serve
 from smolcluster.comm.group import Group
 from smolcluster.compute.device import choose_device
 from smolcluster.compute.ledger import Ledger

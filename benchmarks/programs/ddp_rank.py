@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness.workload import make_strategy, recipe_of
+from benchmarks.harness.world import Message, serve
 from benchmarks.peers.ddp import DDPTraining
-from benchmarks.workload import make_strategy, recipe_of
-from benchmarks.world import Message, serve
 from smolcluster.comm.group import Group
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.rng import seed_everything

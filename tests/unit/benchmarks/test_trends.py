@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from benchmarks import trends
-from benchmarks.dropped import Dropping
 from benchmarks.harness import Session
-from benchmarks.methods import Method, Ours
+from benchmarks.harness.methods import Method
+from benchmarks.harness.workload import Shape, make_config
 from benchmarks.peers.bare_diloco import BareDiLoCo
 from benchmarks.peers.work import Work
+from benchmarks.programs.dropped import Dropping
+from benchmarks.programs.methods_rank import Ours
 from benchmarks.trends import GROUPS, Setting
-from benchmarks.workload import Shape, make_config
 
 from smolcluster.comm.group import Group
 from smolcluster.comm.memory_group import MemoryGroup

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import smolcluster
-from benchmarks.elastic import environment
+from benchmarks.harness.elastic_run import environment
+from benchmarks.harness.workload import Shape, child_environment
 from benchmarks.tasks import counted
-from benchmarks.workload import Shape, child_environment
 from smolcluster.config.options import PipelineOptions
 from smolcluster.parallel.axes import Axes
 from smolcluster.parallel.stages import Cut

@@ -12,8 +12,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.network import ended_by_sigterm
-from benchmarks.workload import ROOT, child_environment
+from benchmarks.harness.network import ended_by_sigterm
+from benchmarks.harness.workload import ROOT, child_environment
 from smolcluster.errors import SmolclusterError
 
 GONE_S = 5.0

@@ -1,6 +1,6 @@
 """A front for `p8`: one line in asks for a measurement, one line out tells it.
 
-python -m benchmarks.p8_front MODEL STAGES HOST:PORT        waits for its stages, then says {"ready": true}
+python -m benchmarks.programs.p8_front MODEL STAGES HOST:PORT        waits for its stages, then says {"ready": true}
 {"what": "tokens", "streams": 8, "count": 64}          ->   {"seconds": ..., "tokens": ..., "outside_s": ...}
         and "prompt": 300, where it is not 16 tokens
 {"what": "first", "prompt": 256}                       ->   {"seconds": ...}

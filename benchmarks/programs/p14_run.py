@@ -1,4 +1,4 @@
-"""One run of P14, in a process of its own: `python -m benchmarks.p14_run ORDER`. Prints its loss as JSON."""
+"""One run of P14, in a process of its own: `python -m benchmarks.programs.p14_run ORDER`. Prints its loss as JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import ElasticRun, Who
+from benchmarks.harness.elastic_run import ElasticRun, Who
+from benchmarks.harness.processes import started
+from benchmarks.harness.slow import slowed
 from benchmarks.p13 import smolcluster_command
-from benchmarks.processes import started
-from benchmarks.slow import slowed
 from smolcluster.config import load_config, resolve
 from smolcluster.engine.elastic import history
 from smolcluster.errors import SmolclusterError

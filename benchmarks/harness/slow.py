@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.network import ended_by_sigterm
+from benchmarks.harness.network import ended_by_sigterm
 
 SHARE = 0.25
 PERIOD_US = 4000

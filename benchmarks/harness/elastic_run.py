@@ -14,13 +14,12 @@ import contextlib
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.harness import Session
-from benchmarks.network import Network, ended_by_sigterm
-from benchmarks.workload import Shape, child_environment, make_config
+from benchmarks.harness.network import Network, ended_by_sigterm
+from benchmarks.harness.workload import Shape, child_environment, make_config
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import dump
 from smolcluster.config.options import Options
@@ -190,24 +189,3 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-# Figures that are not times: bytes, losses
-
-
-def show(session: Session, title: str, rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> None:
-    """Print a table, and keep all of its rows."""
-    session.parameters.setdefault("tables", {})[title] = [dict(row) for row in rows]
-    head = list(columns)
-    cells = [head] + [[_text(row.get(column)) for column in head] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    print("\n".join([title, *lines, ""]), flush=True)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return (
-        "" if value is None else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    )
