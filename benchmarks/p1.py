@@ -25,7 +25,8 @@ import torch
 
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
 from benchmarks.harness.network import RATES, Network, hosts, measured_rate
-from benchmarks.harness.world import Message, World, serve
+from benchmarks.harness.pipes import Message
+from benchmarks.harness.world import World, serve
 from smolcluster.comm.elastic.collectives.peers import Peers
 from smolcluster.comm.elastic.transport.api import Peer
 from smolcluster.comm.elastic.transport.security import Keyring, new_token

@@ -24,7 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.harness import Comparison, Session, Target, Variant
-from benchmarks.harness.workload import ROOT, SHAPES, child_environment
+from benchmarks.harness.processes import ROOT, child_environment, smolcluster_command, started, train_command
+from benchmarks.harness.workload import SHAPES
 from smolcluster.errors import SmolclusterError
 
 EXAMPLE = "python -m benchmarks p13 --only help"
@@ -48,12 +49,6 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         _help(session)
     if arguments.only != "help":
         _first_step(session)
-
-
-def smolcluster_command() -> list[str]:
-    """The installed command, or the module where there is none."""
-    script = Path(sys.executable).parent / "smolcluster"
-    return [str(script)] if script.is_file() else [sys.executable, "-m", "smolcluster"]
 
 
 def _help(session: Session) -> None:
@@ -98,24 +93,21 @@ def _output(command: Sequence[str]) -> str:
 
 
 def _first_step(session: Session) -> None:
-    numbers = (SHAPE.model_dim, SHAPE.num_layers, SHAPE.num_heads, SHAPE.max_seq_len, SHAPE.batch_size)
     peer = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    peer += ["-m", "benchmarks.peers.first_step", *map(str, numbers)]
+    peer += ["-m", "benchmarks.peers.first_step", *SHAPE.arguments()]
     with tempfile.TemporaryDirectory() as folder:
         counter = itertools.count()
 
         def ours() -> list[str]:
             overrides = {
-                **{key: value for key, value in SHAPE.overrides().items() if value is not None},
+                **SHAPE.overrides(),
                 "training.device": "cpu",
                 "training.eval_samples": SHAPE.batch_size,
                 "training.checkpoint_steps": 0,
                 "data.cache_dir": Path(folder) / "cache",
             }
-            run_dir = Path(folder) / f"run{next(counter)}"
-            command = [*smolcluster_command(), "train", "gpt", "--strategy", "allreduce", "--workers", "2"]
-            command += ["--steps", "2", "--run-dir", str(run_dir)]
-            return [*command, "--override", *(f"{key}={value}" for key, value in overrides.items())]
+            options = ("--strategy", "allreduce", "--workers", "2", "--steps", "2")
+            return train_command(Path(folder) / f"run{next(counter)}", overrides, *options)
 
         session.compare(
             Comparison(
@@ -136,25 +128,13 @@ def _first_step(session: Session) -> None:
 
 
 def _until_first_step(command: Sequence[str]) -> float:
-    """Seconds until the process prints its line about step 1."""
-    with tempfile.TemporaryFile() as errors:
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            command, env=child_environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+    """Return the seconds until the process prints its line about step 1. Wait for its end."""
+    began, seconds = time.perf_counter(), None
+    with started(command, listen=True) as process:
         assert process.stdout is not None
-        seconds = None
-        try:
-            for line in process.stdout:
-                if seconds is None and line.startswith("step 1/"):
-                    seconds = time.perf_counter() - started
-            status = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-        if seconds is None or status != 0:
-            errors.seek(0)
-            words = errors.read().decode(errors="replace").strip()[-2000:]
-            raise SmolclusterError(f"`{' '.join(command[:4])} ...` took no step and ended with {status}: {words}")
+        for line in process.stdout:
+            if seconds is None and line.startswith(b"step 1/"):
+                seconds = time.perf_counter() - began
+        if process.wait() != 0 or seconds is None:
+            raise SmolclusterError(f"no first step; the process ended with status {process.returncode}")
     return seconds

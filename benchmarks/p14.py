@@ -36,7 +36,7 @@ from typing import Any
 
 from benchmarks.harness import Session
 from benchmarks.harness.network import ended_by_sigterm
-from benchmarks.harness.workload import ROOT, child_environment
+from benchmarks.harness.processes import ROOT, child_environment
 from benchmarks.programs.p14_run import BATCH, CONTEXT, Order
 from smolcluster.errors import SmolclusterError, UserError
 

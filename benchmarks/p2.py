@@ -45,7 +45,8 @@ from benchmarks.harness.methods import BARE, DDP, METHODS, OF_BYTES, OURS, steps
 from benchmarks.harness.network import hosts
 from benchmarks.harness.peer_programs import hivemind_peers, usable
 from benchmarks.harness.plot import draw
-from benchmarks.harness.workload import ROOT, SHAPES, make_config
+from benchmarks.harness.processes import ROOT
+from benchmarks.harness.workload import SHAPES, make_config
 from smolcluster.errors import UserError
 from smolcluster.observe.events import StepLogged
 

@@ -45,8 +45,8 @@ from benchmarks.harness.elastic_run import ElasticRun, elastic_config
 from benchmarks.harness.jobs import add_job_arguments, call_each
 from benchmarks.harness.methods import BARE, DDP, METHODS, MUON_PEER, OURS, steps_of, training
 from benchmarks.harness.peer_programs import hivemind_peers, ray_server, usable
+from benchmarks.harness.pipes import Message
 from benchmarks.harness.workload import Shape, make_config
-from benchmarks.harness.world import Message
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
 

@@ -43,9 +43,10 @@ import numpy as np
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
 from benchmarks.harness.elastic_run import ElasticRun, elastic_config
 from benchmarks.harness.peer_programs import hivemind_peers, ray_server, usable
+from benchmarks.harness.pipes import Message
 from benchmarks.harness.slow import slowed
 from benchmarks.harness.workload import SHAPES, make_config
-from benchmarks.harness.world import Message, World, serve
+from benchmarks.harness.world import World, serve
 from benchmarks.peers.ddp import DDPTraining
 from benchmarks.peers.work import Work
 from smolcluster.comm.group import Group

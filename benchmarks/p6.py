@@ -19,17 +19,17 @@ Targets: at most 1.05 of ZeRO's formula, states and peak. The forecast: median e
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 from typing import Any
 
 import torch
 
 from benchmarks.harness import Session
-from benchmarks.harness.workload import Shape, child_environment, make_config
+from benchmarks.harness.pipes import ask
+from benchmarks.harness.processes import started
+from benchmarks.harness.workload import Shape, make_config
 from benchmarks.harness.world import World
 from smolcluster.compute.device import choose_device
 from smolcluster.config.schema import Config
@@ -170,15 +170,11 @@ def most(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(config: Config, message: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    """What each rank of a new world has seen; on a GPU the one rank that is real."""
+    """Return what each rank of a new world has measured; on a GPU, what its only real rank has."""
     plain = config.model_dump(mode="json")
     if config.training.device == "cpu":
         with World("benchmarks.programs.p6_rank", size=size, spec={"config": plain}) as world:
             return world.ask(message)
-    order = json.dumps({"config": plain, "size": size, "message": message}).encode() + b"\n"
     command = [sys.executable, "-m", "benchmarks.programs.p6_rank", "alone"]
-    ended = subprocess.run(command, input=order, capture_output=True, env=child_environment(threads=4), check=False)
-    if ended.returncode:
-        words = ended.stderr.decode(errors="replace").strip()[-3000:]
-        raise SmolclusterError(f"the rank on the GPU ended with status {ended.returncode}:\n{words}")
-    return [json.loads(ended.stdout)]
+    with started(command, environ={"OMP_NUM_THREADS": "4"}, listen=True) as process:
+        return [ask(process, config=plain, size=size, message=message)]

@@ -26,20 +26,19 @@ import re
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
-from benchmarks.harness.processes import descendants, environment_of, started
+from benchmarks.harness.processes import descendants, environment_of, free_port, started, train_command, wait_until
 from benchmarks.harness.workload import Shape
-from benchmarks.p13 import smolcluster_command
 from smolcluster.engine.elastic import history
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.local.processes import WORKER_MARK
@@ -54,7 +53,6 @@ RUN_FIRST = 12  # steps before the kill
 WAIT_S = 240.0
 ATTEMPTS = 5
 STANDBY_STEPS = 200  # until processes that stand by have imported what they need
-POLL_S = 0.1  # what is waited for has its time in a file
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "allreduce": ("allreduce", {}),
     "syncps": ("syncps", {}),
@@ -64,6 +62,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
 RESTARTED = {"fsdp 3, restarted": True, "fsdp 3, no standby": False}
 PEERS = {"torchrun, 1 agent": 1, "torchrun, 4 agents": WORKERS}
 
+_wait = partial(wait_until, within_s=WAIT_S)
 Figures = dict[str, dict[str, list[float]]]  # what is kept beside the samples -> variant -> samples
 
 
@@ -83,26 +82,43 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     limit = 1.0 + 1.2 * transfer_s
     session.parameters = {**SHAPE.overrides(), "workers": WORKERS, "state_bytes": STATE_BYTES, "transfer_s": transfer_s}
     kept: Figures = {"counts again": {}, "a new step": {}}
+    again, new = kept["counts again"], kept["a new step"]
+    target = Target(limit=limit, of="median")
+    torchruns = {name: count for name, count in PEERS.items() if count in agents}
     measured = session.compare(
         Comparison(
             name=f"kill -9 one of {WORKERS} workers: time to the next step that counts",
             variants=[
+                *(Variant(name=n, run=_each(n, partial(restart, c), new), role="peer") for n, c in torchruns.items()),
                 *(
-                    Variant(name=n, run=_torchrun(n, kept), role="peer")
-                    for n, count in PEERS.items()
-                    if count in agents
-                ),
-                *(
-                    Variant(name=n, run=_ours(n, kept), target=Target(limit=limit, of="median"))
+                    Variant(name=n, run=_each(n, partial(recover, *OURS[n]), again), target=target)
                     for n in names
                     if n in OURS
                 ),
-                *(Variant(name=n, run=_restarted(n, kept), role="extra") for n in names if n in RESTARTED),
+                *(
+                    Variant(name=n, run=_each(n, partial(start_again, RESTARTED[n]), new), role="extra")
+                    for n in names
+                    if n in RESTARTED
+                ),
             ],
             warmup=0,
         )
     )
     _add_figures(measured, kept)
+
+
+def _each(
+    name: str, measure: Callable[[int], tuple[float, float]], kept: dict[str, list[float]]
+) -> Callable[[], float]:
+    """Kill another worker in every sample, and keep the second figure beside the sample."""
+    victims = itertools.count(1)
+
+    def sample() -> float:
+        next_s, other_s = measure(next(victims) % WORKERS)
+        kept.setdefault(name, []).append(other_s)
+        return next_s
+
+    return sample
 
 
 def _add_figures(measured: Measured, kept: Figures) -> None:
@@ -114,7 +130,7 @@ def _add_figures(measured: Measured, kept: Figures) -> None:
 
 
 def transfer_seconds(nbytes: int) -> float:
-    """So many bytes over a plain socket on this machine: the median of five."""
+    """Return the time of so many bytes over a plain socket on this machine: the median of five."""
 
     def send(listener: socket.socket) -> None:
         with listener.accept()[0] as connection:
@@ -138,47 +154,34 @@ def transfer_seconds(nbytes: int) -> float:
 # Ours
 
 
-def _ours(name: str, kept: Figures) -> Callable[[], float]:
-    turns = itertools.count(1)
-
-    def sample() -> float:
-        next_s, again_s = recover(*OURS[name], victim=next(turns) % WORKERS)
-        kept["counts again"].setdefault(name, []).append(again_s)
-        return next_s
-
-    return sample
-
-
-def train_command(strategy: str, run_dir: Path, overrides: dict[str, Any], *more: str) -> list[str]:
-    """`smolcluster train` for longer than anybody waits."""
-    overrides = {
-        **{key: value for key, value in SHAPE.overrides().items() if value is not None},
-        "model.ff_dim": 4 * SHAPE.model_dim,  # the built-in file names another
+def _command(strategy: str, run_dir: Path, overrides: dict[str, Any], *options: str) -> list[str]:
+    """Return `smolcluster train` with more steps than any sample takes."""
+    usual = {
+        **SHAPE.overrides(),
+        "model.ff_dim": 4 * SHAPE.model_dim,  # the built-in file has another one
         "training.device": "cpu",
         "training.eval_steps": 0,
-        **overrides,
     }
-    command = [*smolcluster_command(), "train", "gpt", "--strategy", strategy, "--workers", str(WORKERS), *more]
-    command += ["--steps", "100000", "--run-dir", str(run_dir)]
-    return [*command, "--override", *(f"{key}={value}" for key, value in overrides.items())]
+    common = ("--strategy", strategy, "--workers", str(WORKERS), "--steps", "100000")
+    return train_command(run_dir, {**usual, **overrides}, *common, *options)
 
 
-def recover(strategy: str, overrides: dict[str, Any], *, victim: int) -> tuple[float, float]:
-    """Seconds from the kill to a step without the victim, and to one that it contributes to again."""
+def recover(strategy: str, overrides: dict[str, Any], victim: int) -> tuple[float, float]:
+    """Return the seconds from the kill to a step without the victim, and to one to which it contributes again."""
     overrides = {"training.checkpoint_steps": 0, "cluster.plane": "elastic", **overrides}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        with started(train_command(strategy, run_dir, overrides)) as process:
+        with started(_command(strategy, run_dir, overrides)) as process:
 
             def commits() -> list[dict[str, Any]]:
                 return [line for line in history.read(run_dir / "history.jsonl") if line["kind"] == "commit"]
 
-            wait_until(lambda: len(commits()) >= RUN_FIRST, what=f"{strategy} to train", process=process)
+            _wait(lambda: len(commits()) >= RUN_FIRST, process, what=f"{strategy} to train")
             pid = next(pid for pid in descendants(process.pid) if environment_of(pid).get(WORKER_MARK) == str(victim))
             before = len(commits())
             killed = time.time()
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: _again(commits(), before, victim) is not None, what="its return", process=process)
+            _wait(lambda: _again(commits(), before, victim) is not None, process, what="its return")
             lines = commits()
     again = _again(lines, before, victim)
     assert again is not None
@@ -191,7 +194,7 @@ def _ranks(commit: dict[str, Any]) -> set[int]:
 
 
 def _again(commits: Sequence[dict[str, Any]], before: int, victim: int) -> float | None:
-    """When a new instance of the victim first counted."""
+    """Return when a new instance of the victim first counted."""
     former = {part["instance"] for commit in commits[:before] for part in commit["contributors"]}
     for commit in commits[before:]:
         for part in commit["contributors"]:
@@ -203,23 +206,12 @@ def _again(commits: Sequence[dict[str, Any]], before: int, victim: int) -> float
 # Ours, as torchrun does it
 
 
-def _restarted(name: str, kept: Figures) -> Callable[[], float]:
-    turns = itertools.count(1)
-
-    def sample() -> float:
-        next_s, new_s = start_again(standby=RESTARTED[name], victim=next(turns) % WORKERS)
-        kept["a new step"].setdefault(name, []).append(new_s)
-        return next_s
-
-    return sample
-
-
-def start_again(*, standby: bool, victim: int) -> tuple[float, float]:
-    """Seconds from the kill to the next step, and to one that was not done before."""
+def start_again(standby: bool, victim: int) -> tuple[float, float]:
+    """Return the seconds from the kill to the next step, and to one that had not been done before."""
     overrides = {"training.checkpoint_steps": CHECKPOINT_EVERY, "logging.log_interval": 1, "cluster.standby": standby}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        command = train_command("fsdp", run_dir, overrides, "--elastic", f"1:{WORKERS}", "--max-restarts", "1")
+        command = _command("fsdp", run_dir, overrides, "--elastic", f"1:{WORKERS}", "--max-restarts", "1")
         with started(command) as process:
 
             def steps() -> list[tuple[float, int]]:
@@ -227,20 +219,19 @@ def start_again(*, standby: bool, victim: int) -> tuple[float, float]:
                 return [(row["time"], row["step"]) for row in rows if row["rank"] == 0]
 
             def lives(rank: int) -> list[tuple[float, int]]:
-                """When each process of this rank began, and its id."""
+                """Return the start time and the id of each process of this rank."""
                 (log,) = (run_dir / "logs").glob(f"worker-rank{rank}-*.log")
                 found = re.findall(r'"time": "(.*?)Z".*starts as process (\d+)', log.read_text(encoding="utf-8"))
                 return [(datetime.fromisoformat(f"{when}+00:00").timestamp(), int(pid)) for when, pid in found]
 
-            wait_until(
-                lambda: len(steps()) >= RUN_FIRST + STANDBY_STEPS * standby, what="fsdp to train", process=process
-            )
+            first = RUN_FIRST + STANDBY_STEPS * standby
+            _wait(lambda: len(steps()) >= first, process, what="fsdp to train")
             done = max(step for _, step in steps()) + 1  # one may be under way
             killed = time.time()
             os.kill(lives(victim)[-1][1], signal.SIGKILL)
-            wait_until(lambda: len(lives(0)) > 1, what="the restart", process=process)
+            _wait(lambda: len(lives(0)) > 1, process, what="the restart")
             again = lives(0)[-1][0]
-            wait_until(lambda: any(t > again and s > done for t, s in steps()), what="a new step", process=process)
+            _wait(lambda: any(t > again and s > done for t, s in steps()), process, what="a new step")
             lines = [(t, s) for t, s in steps() if t > again]
     return lines[0][0] - killed, next(t for t, s in lines if s > done) - killed
 
@@ -248,28 +239,20 @@ def start_again(*, standby: bool, victim: int) -> tuple[float, float]:
 # The peer
 
 
-def _torchrun(name: str, kept: Figures) -> Callable[[], float]:
-    turns = itertools.count(1)
-
-    def sample() -> float:
-        victim = next(turns) % WORKERS
-        for attempt in itertools.count(1):
-            try:
-                next_s, new_s = restart(agents=PEERS[name], victim=victim)
-                break
-            except SmolclusterError as error:
-                # It picks a port long before it binds it; on a busy machine another process may have it by then.
-                if attempt == ATTEMPTS or "EADDRINUSE" not in str(error):
-                    raise
-        kept["a new step"].setdefault(name, []).append(new_s)
-        return next_s
-
-    return sample
+def restart(agents: int, victim: int) -> tuple[float, float]:
+    """Measure torchrun. It picks a port long before it binds it: on a busy machine another process may have it by then."""
+    attempts = ATTEMPTS
+    while True:
+        attempts -= 1
+        try:
+            return _restart(agents, victim)
+        except SmolclusterError as error:
+            if attempts == 0 or "EADDRINUSE" not in str(error):
+                raise
 
 
-def restart(*, agents: int, victim: int) -> tuple[float, float]:
-    """Seconds from the kill to the next step, and to one that was not done before."""
-    numbers = (SHAPE.model_dim, SHAPE.num_layers, SHAPE.num_heads, SHAPE.max_seq_len, SHAPE.batch_size)
+def _restart(agents: int, victim: int) -> tuple[float, float]:
+    """Return the seconds from the kill to the next step, and to one that had not been done before."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--monitor-interval", "0.1"]
         if agents == 1:
@@ -278,18 +261,18 @@ def restart(*, agents: int, victim: int) -> tuple[float, float]:
             command += ["--nnodes", str(agents), "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
             command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
             command += ["--rdzv-conf", "last_call_timeout=1,join_timeout=60"]
-        command += ["-m", "benchmarks.peers.elastic_ddp", folder, str(CHECKPOINT_EVERY), *map(str, numbers)]
+        command += ["-m", "benchmarks.peers.elastic_ddp", folder, str(CHECKPOINT_EVERY), *SHAPE.arguments()]
         environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         processes = [stack.enter_context(started(command, environ=environ)) for _ in range(agents)]
 
         def steps() -> list[tuple[float, int, int]]:
-            """Time, step and process of each."""
+            """Return time, step and process of each."""
             with contextlib.suppress(FileNotFoundError):
                 lines = (Path(folder) / "steps.txt").read_text(encoding="ascii").splitlines()
                 return [(float(when), int(step), int(pid)) for when, step, pid in map(str.split, lines)]
             return []
 
-        wait_until(lambda: len(steps()) >= RUN_FIRST, what="torchrun to train", process=processes[0])
+        _wait(lambda: len(steps()) >= RUN_FIRST, processes[0], what="torchrun to train")
         everybody = [pid for process in processes for pid in descendants(process.pid)]
         pid = next(pid for pid in everybody if environment_of(pid).get("RANK") == str(victim))
         before = steps()
@@ -301,22 +284,6 @@ def restart(*, agents: int, victim: int) -> tuple[float, float]:
             return [line for line in steps() if line[2] not in former]
 
         done = max(step for _, step, _ in before) + 1  # one may have been under way
-        wait_until(lambda: any(step > done for _, step, _ in after()), what="torchrun's restart", process=processes[0])
+        _wait(lambda: any(step > done for _, step, _ in after()), processes[0], what="torchrun's restart")
         lines = after()
     return lines[0][0] - killed, next(when for when, step, _ in lines if step > done) - killed
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def wait_until(question: Callable[[], bool], *, what: str, process: subprocess.Popen[bytes]) -> None:
-    """Files are all there is to look at."""
-    deadline = time.monotonic() + WAIT_S
-    while not question():
-        if process.poll() is not None:
-            raise SmolclusterError(f"waited for {what}, and it ended with status {process.returncode}")
-        if time.monotonic() > deadline:
-            raise SmolclusterError(f"waited {WAIT_S:g} s for {what}")
-        time.sleep(POLL_S)

@@ -14,12 +14,13 @@ import contextlib
 import os
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.harness.network import Network, ended_by_sigterm
-from benchmarks.harness.workload import Shape, child_environment, make_config
+from benchmarks.harness.processes import child_environment, environment
+from benchmarks.harness.workload import Shape, make_config
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import dump
 from smolcluster.config.options import Options
@@ -177,15 +178,3 @@ class ElasticRun:
         if child.process.wait() != 0:
             name = self.config.strategy.name
             raise SmolclusterError(f"{child.name} of {name} failed: {exit_reason(child)}{log_tail(child)}")
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """For what is started inside."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

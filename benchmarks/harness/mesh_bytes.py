@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import smolcluster
-from benchmarks.harness.elastic_run import environment
-from benchmarks.harness.workload import Shape, child_environment
+from benchmarks.harness.processes import child_environment, environment
+from benchmarks.harness.workload import Shape
 from benchmarks.tasks import counted
 from smolcluster.config.options import PipelineOptions
 from smolcluster.parallel.axes import Axes

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.harness.network import Network
+from benchmarks.harness.pipes import Message
 from benchmarks.harness.workload import Shape, make_config
-from benchmarks.harness.world import Message, World
+from benchmarks.harness.world import World
 from smolcluster.errors import SmolclusterError
 
 DDP, BARE, MUON = "torch DDP", "bare DiLoCo", "muon"

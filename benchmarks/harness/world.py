@@ -1,7 +1,7 @@
-"""Rank processes that wait for orders, so that variants can take turns in one and the same world.
+"""Rank processes that wait for messages, so that variants take turns in one and the same world.
 
-The parent asks all ranks for the same thing at once and gets one answer from each, as JSON lines on their standard input
-and output. Ranks meet as in a real run (`comm.rendezvous.connect`), on loopback or across the hosts of a `Network`.
+The parent sends all ranks the same message at once and gets one answer from each (`pipes.py`). Ranks meet as in a real run
+(`comm.mesh.rendezvous.connect`), on loopback or across the hosts of a `Network`.
 
     parent    with World("benchmarks.programs.ddp_rank", size=2, spec={...}) as world:
                   answers = world.ask({"variant": "ddp", "steps": 10})
@@ -10,109 +10,68 @@ and output. Ranks meet as in a real run (`comm.rendezvous.connect`), on loopback
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
+import torch
+
 from benchmarks.harness.network import Network
-from benchmarks.harness.workload import child_environment
+from benchmarks.harness.pipes import Message, answer_each, open_answers, receive, send
+from benchmarks.harness.processes import started
 from smolcluster.comm.group import Group
 from smolcluster.comm.mesh.rendezvous import RankPlace, connect
-from smolcluster.compute.device import choose_device
-from smolcluster.errors import SmolclusterError
-
-Message = dict[str, Any]
 
 
 class World:
-    """`size` processes that run `module`. With a network, rank r lives on host r."""
+    """`size` processes that run `module`. With a network, rank r runs on host r."""
 
     def __init__(self, module: str, *, size: int, spec: Mapping[str, Any], network: Network | None = None) -> None:
         self.size = size
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the ranks
-        self._ranks = [self._start(module, rank, network) for rank in range(size)]
-        address = "127.0.0.1" if network is None else network.address(0)
-        try:
-            for rank in range(size):
-                self._tell(rank, {**spec, "rank": rank, "world_size": size, "master_addr": address})
-            if size > 1:
-                port = self._answer(0)["port"]
-                for rank in range(1, size):
-                    self._tell(rank, {"port": port})
-            self.ready = [self._answer(rank) for rank in range(size)]
-        except BaseException:
-            self.close()
-            raise
+        self._module, self._spec, self._network = module, spec, network
 
-    def _start(self, module: str, rank: int, network: Network | None) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", module]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        if network is not None:
-            return network.popen(rank, command, env=child_environment(), **pipes)
-        return subprocess.Popen(command, env=child_environment(), **pipes)
+    def __enter__(self) -> World:
+        network, size = self._network, self.size
+        command = [sys.executable, "-m", self._module]
+        with contextlib.ExitStack() as stack:
+            self._ranks = [
+                stack.enter_context(started(command, listen=True, network=network, host=rank)) for rank in range(size)
+            ]
+            place = {"world_size": size, "master_addr": "127.0.0.1" if network is None else network.address(0)}
+            for rank, process in enumerate(self._ranks):
+                send(process, {**self._spec, **place, "rank": rank})
+            if size > 1:
+                port = receive(self._ranks[0])["port"]
+                for process in self._ranks[1:]:
+                    send(process, {"port": port})
+            for process in self._ranks:
+                receive(process)  # it is ready
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def ask(self, message: Message) -> list[Message]:
-        """The same order to every rank; their answers, in rank order."""
-        for rank in range(self.size):
-            self._tell(rank, message)
-        return [self._answer(rank) for rank in range(self.size)]
+        """Send the same message to every rank. Return their answers, in rank order."""
+        for process in self._ranks:
+            send(process, message)
+        return [receive(process) for process in self._ranks]
 
     def pid(self, rank: int) -> int:
         return self._ranks[rank].pid
 
-    def _tell(self, rank: int, message: Message) -> None:
-        pipe = self._ranks[rank].stdin
-        assert pipe is not None
-        pipe.write(json.dumps(message).encode() + b"\n")
-        pipe.flush()
-
-    def _answer(self, rank: int) -> Message:
-        pipe = self._ranks[rank].stdout
-        assert pipe is not None
-        line = pipe.readline()
-        if not line:
-            self._errors.seek(0)
-            words = self._errors.read().decode(errors="replace").strip()[-3000:]
-            raise SmolclusterError(f"rank {rank} of the benchmark ended; its world said:\n{words}")
-        answer: Message = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        """The end of its input ends a rank; one that does not listen is killed."""
-        for process in self._ranks:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self._ranks:
-            try:
-                process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-        self._errors.close()
-
-    def __enter__(self) -> World:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def serve(setup: Callable[[Message, Group], Callable[[Message], Message]]) -> None:
-    """The life of a rank: meet the others, set up, then answer until the input ends."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # backends print; standard output is for answers
-    orders = sys.stdin.buffer
-
-    def answer(message: Message) -> None:
-        answers.write(json.dumps(message).encode() + b"\n")
-
-    spec = json.loads(orders.readline())
+    """Run a rank: meet the others, set up, then answer until the input ends."""
+    answer = open_answers()
+    spec = json.loads(sys.stdin.buffer.readline())
     rank = spec["rank"]
     place = RankPlace(
         rank=rank,
@@ -120,13 +79,9 @@ def serve(setup: Callable[[Message, Group], Callable[[Message], Message]]) -> No
         local_rank=rank,
         local_world_size=spec["world_size"],
         master_addr=spec["master_addr"],
-        master_port=0 if rank == 0 else json.loads(orders.readline())["port"],
+        master_port=0 if rank == 0 else json.loads(sys.stdin.buffer.readline())["port"],
     )
-    device = choose_device(spec.get("device", "cpu"), local_rank=rank)
-    group = connect(place, device=device, announce=lambda port: answer({"port": port}))
-    handle = setup(spec, group)
-    answer({"ready": True})
-    for line in orders:
-        answer(handle(json.loads(line)))
+    group = connect(place, device=torch.device("cpu"), announce=lambda port: answer({"port": port}))
+    answer_each(answer, setup(spec, group))
     sys.stderr.flush()
-    os._exit(0)  # threads of a backend may still wait for a rank that has left
+    os._exit(0)  # threads of a backend may still wait for a rank that has ended

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness.pipes import Message
 from benchmarks.harness.workload import make_strategy, recipe_of
-from benchmarks.harness.world import Message, serve
+from benchmarks.harness.world import serve
 from benchmarks.peers.ddp import DDPTraining
 from smolcluster.comm.group import Group
 from smolcluster.compute.replica import Batch

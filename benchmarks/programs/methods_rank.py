@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from benchmarks.harness.methods import BARE, PEERS
+from benchmarks.harness.pipes import Message
 from benchmarks.harness.workload import make_strategy
-from benchmarks.harness.world import Message, serve
+from benchmarks.harness.world import serve
 from benchmarks.peers.bare_diloco import BareDiLoCo
 from benchmarks.peers.ddp import DDPTraining
 from benchmarks.peers.work import CPU, Work

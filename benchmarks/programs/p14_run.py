@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.elastic_run import ElasticRun, Who
-from benchmarks.harness.processes import started
+from benchmarks.harness.processes import started, train_command
 from benchmarks.harness.slow import slowed
-from benchmarks.p13 import smolcluster_command
 from smolcluster.config import load_config, resolve
 from smolcluster.engine.elastic import history
 from smolcluster.errors import SmolclusterError
@@ -96,9 +95,7 @@ def share_of(rank: int, commits: Sequence[dict[str, Any]]) -> float:
 
 def run_single(order: Order, cores: Sequence[int], folder: Path) -> dict[str, Any]:
     os.sched_setaffinity(0, cores)
-    overrides = {"logging.log_interval": 10, **order.overrides()}
-    command = [*smolcluster_command(), "train", "default", "--run-dir", str(folder), "--override"]
-    command += [f"{key}={value}" for key, value in overrides.items()]
+    command = train_command(folder, {"logging.log_interval": 10, **order.overrides()}, config="default")
     with started(command, environ={"OMP_NUM_THREADS": str(len(cores))}) as process:
         if process.wait(timeout=LIMIT_S) != 0:
             raise SmolclusterError(f"single ended with {process.returncode}")
