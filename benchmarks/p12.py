@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ import torch
 
 from benchmarks.harness import Session, mesh_bytes
 from benchmarks.harness.elastic_run import ElasticRun, elastic_config, options_of
-from benchmarks.harness.workload import Shape
+from benchmarks.harness.workload import Case, Shape
 from benchmarks.tasks import counted
 from smolcluster.comm.codecs import CODECS
 from smolcluster.config.schema import Config
@@ -53,16 +51,6 @@ COLUMNS = [
     "received",
     "ratio_received",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    name: str
-    strategy: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def overrides(self) -> dict[str, Any]:
-        return {f"strategy.{key}": value for key, value in self.options.items()}
 
 
 CASES = [

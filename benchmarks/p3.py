@@ -35,8 +35,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from benchmarks.harness.jobs import add_job_arguments, call_each
 from benchmarks.harness.methods import BARE, DDP, METHODS, MUON_PEER, OURS, steps_of, training
 from benchmarks.harness.peer_programs import hivemind_peers, ray_server, usable
 from benchmarks.harness.pipes import Message
-from benchmarks.harness.workload import Shape, make_config
+from benchmarks.harness.workload import Case, Shape, make_config
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
 
@@ -72,26 +71,16 @@ COLUMNS = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    name: str
-    strategy: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def overrides(self) -> dict[str, Any]:
-        return {f"strategy.{key}": value for key, value in self.options.items()}
-
-
-def _syncps(codec: str, **options: Any) -> Setting:
+def _syncps(codec: str, **options: Any) -> Case:
     said = " ".join(f"{value:g}" for value in options.values())
     options = {"codec": codec, "worker_update_interval": NEVER, **options}
-    return Setting(f"syncps, {codec} {said}".rstrip(), "syncps", options)
+    return Case(f"syncps, {codec} {said}".rstrip(), "syncps", options)
 
 
-def _edp(codec: str, *, interval: int, **options: Any) -> Setting:
+def _edp(codec: str, *, interval: int, **options: Any) -> Case:
     said = " ".join(f"{value:g}" for value in options.values())
     options = {"codec": codec, "worker_update_interval": interval, **options}
-    return Setting(f"edp, {codec} {said}".rstrip() + f", pulls every {interval}", "edp", options)
+    return Case(f"edp, {codec} {said}".rstrip() + f", pulls every {interval}", "edp", options)
 
 
 SETTINGS = [
@@ -149,7 +138,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     _confirm_best(session, rows, runs)
 
 
-def _chosen(session: Session, arguments: argparse.Namespace) -> tuple[list[Setting], list[str], list[str]]:
+def _chosen(session: Session, arguments: argparse.Namespace) -> tuple[list[Case], list[str], list[str]]:
     """Of the parameter servers, of the methods in a world of ranks, and of named peers."""
 
     def wanted(name: str) -> bool:
@@ -273,7 +262,7 @@ def _check_same_work(rows: list[dict[str, Any]]) -> None:
 # Ours
 
 
-def train_ours(setting: Setting, steps: int, *, seed: int) -> Message:
+def train_ours(setting: Case, steps: int, *, seed: int) -> Message:
     overrides = {"training.seed": seed, "logging.log_interval": steps, **setting.overrides()}
     config = elastic_config(SHAPE, workers=WORKERS, steps=steps, strategy=setting.strategy, overrides=overrides)
     with tempfile.TemporaryDirectory() as folder, ElasticRun(config, Path(folder) / "run") as run:

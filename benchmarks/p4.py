@@ -35,6 +35,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,6 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     share = speeds[SLOW] / speeds[FAST]
     print(f"the slow worker has {share:.3f} of the fast one's speed: the limit is {limit:.2f} x\n", flush=True)
 
-    splits: dict[str, list[list[float]]] = {}
-    stopped: dict[str, list[float]] = {}
     limit_s = 45.0 if session.quick else LIMIT_S
     names = [n for n in OURS if n in (arguments.only or (BESIDE if arguments.peers else OURS))]
     named = usable({n: what for n, what in NAMED.items() if n in (arguments.only or NAMED)})
@@ -120,38 +119,36 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         Comparison(
             name=f"2 workers, one at a quarter of the speed: time to a loss of {loss:g}",
             variants=[
-                Variant(name=DDP, run=lambda: time_of_ddp(loss), role="peer"),
+                Variant(name=DDP, run=partial(time_of_ddp, loss), role="peer"),
                 *(
-                    Variant(name=n, run=_ours(n, loss, splits), target=Target(limit=1 / TARGET_OF.get(n, TARGET)))
+                    Variant(
+                        name=n,
+                        run=partial(time_of_ours, *OURS[n], loss),
+                        target=Target(limit=1 / TARGET_OF.get(n, TARGET)),
+                    )
                     for n in names
                 ),
-                *(Variant(name=n, run=_named(n, loss, stopped, limit_s), role="extra") for n in named),
-                *([] if session.quick else [Variant(name=AGAIN, run=lambda: time_of_ddp(loss), role="noise")]),
+                *(
+                    Variant(name=n, run=partial(time_of_named, *NAMED[n], loss, limit_s=limit_s), role="extra")
+                    for n in named
+                ),
+                *([] if session.quick else [Variant(name=AGAIN, run=partial(time_of_ddp, loss), role="noise")]),
             ],
             warmup=0,
         )
     )
-    _add_figures(measured, names, limit, splits)
-    _add_named(measured, named, stopped, limit_s)
+    _add_figures(measured, names, limit)
+    _add_named(measured, named, limit_s)
     if arguments.peers:
         session.name = "p4-peers"
 
 
-def _ours(name: str, loss: float, splits: dict[str, list[list[float]]]) -> Callable[[], float]:
-    def sample() -> float:
-        seconds, split = time_of_ours(*OURS[name], loss)
-        splits.setdefault(name, []).append(split)
-        return seconds
-
-    return sample
-
-
-def _add_figures(measured: Measured, names: Sequence[str], limit: float, splits: dict[str, list[list[float]]]) -> None:
-    """Beside the seconds: how much sooner, how much of what is possible, who computed how much."""
-    parameters = measured.comparison.parameters
+def _add_figures(measured: Measured, names: Sequence[str], limit: float) -> None:
+    """Add how much sooner each was, its share of the limit, and how many samples each worker computed."""
+    parameters, splits = measured.comparison.parameters, measured.beside
     parameters["times_sooner"] = {name: 1 / measured.ratio(name, DDP) for name in names}
     parameters["of_limit"] = {name: sooner / limit for name, sooner in parameters["times_sooner"].items()}
-    parameters["samples_of_each_worker"] = splits
+    parameters["samples_of_each_worker"] = {name: splits[name] for name in names}
     for name in names:
         sooner, split = parameters["times_sooner"][name], splits[name][-1]
         shares = " and ".join(f"{part:.1f}" for part in split)
@@ -162,19 +159,11 @@ def _add_figures(measured: Measured, names: Sequence[str], limit: float, splits:
     print(flush=True)
 
 
-def _named(name: str, loss: float, stopped: dict[str, list[float]], limit_s: float) -> Callable[[], float]:
-    def sample() -> float:
-        seconds, last = time_of_named(*NAMED[name], loss, limit_s=limit_s)
-        if last is not None:
-            stopped.setdefault(name, []).append(last)
-        return seconds
-
-    return sample
-
-
-def _add_named(measured: Measured, names: Sequence[str], stopped: dict[str, list[float]], limit_s: float) -> None:
-    """How much sooner or later, and who was stopped before the loss was there."""
+def _add_named(measured: Measured, names: Sequence[str], limit_s: float) -> None:
+    """Add how much sooner each named peer was, and the losses of those that were stopped before they reached it."""
     parameters = measured.comparison.parameters
+    ends = {name: [loss for loss in measured.beside[name] if loss is not None] for name in names}
+    stopped = {name: losses for name, losses in ends.items() if losses}
     parameters["named_times_sooner"] = {name: 1 / measured.ratio(name, DDP) for name in names}
     parameters["not_reached"] = {"limit_s": limit_s, "losses": stopped}
     for name in names:
@@ -197,7 +186,7 @@ def reached(curve: Curve, loss: float, *, rows: int = ROWS) -> bool:
 
 
 def time_of_ours(strategy: str, overrides: dict[str, Any], loss: float) -> tuple[float, list[float]]:
-    """Seconds to the loss, and the samples of each worker in a step, at the end."""
+    """Return the seconds to the loss, and the samples of each worker in a step at the end."""
     overrides = {"logging.log_interval": EVERY, **overrides}
     config = elastic_config(SHAPE, workers=2, steps=STEPS, strategy=strategy, overrides=overrides)
     apart = max(EVERY, overrides.get("strategy.inner_steps", 1))  # steps from row to row
@@ -229,7 +218,7 @@ def _split(commits: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def time_of_named(package: str, order: dict[str, Any], loss: float, *, limit_s: float) -> tuple[float, float | None]:
-    """Seconds to the loss, and None; or until it was stopped, and the loss it had then."""
+    """Return the seconds to the loss and None; or the seconds until it was stopped, and its loss then."""
     start = ray_server if package == "ray" else hivemind_peers
     with start(peer_config(), cores=[FAST, SLOW], steps=STEPS, every=EVERY, **order) as program:
         rows = program.rows()
@@ -260,7 +249,7 @@ def time_of_ddp(loss: float) -> float:
 
 
 def measured_speeds(*, seconds: float) -> tuple[list[float], str]:
-    """Samples per second on each core, both at once and without any exchange; and by what the second is slow."""
+    """Return the samples per second on each core, both at once and without any exchange; and how the second is slowed."""
     with _ddp_world() as world:
         world.ask({"op": "speed", "seconds": seconds / 5})  # warm
         with slowed(world.pid(SLOW), core=SLOW) as how:
@@ -279,7 +268,7 @@ def _ddp_world() -> World:
 
 
 def _train(world: World, curve: Curve) -> Curve:
-    """One row more: the time at which the slower rank had the step, and the mean loss."""
+    """Add a row: the time at which the slower rank had taken the step, and the mean loss."""
     answers = world.ask({"op": "train"})
     curve.append((max(a["time"] for a in answers), statistics.mean(a["loss"] for a in answers)))
     return curve

@@ -100,12 +100,11 @@ def _over_stages(session: Session, arguments: argparse.Namespace, *, count: int)
         config = find_source(model).config
         hop_s = _hop_s(network, size=2 * config.model_dim + 400)
         session.parameters = {"config": asdict(config), "link": arguments.link, "count": count, "hop_s": hop_s}
-        outside: dict[str, list[float]] = {}
-        alone = session.compare(_compare("1 stream", clusters, peers | bare, session, outside, streams=1, count=count))
-        together = session.compare(_compare("8 streams", clusters, peers, session, {}, streams=8, count=count))
+        alone = session.compare(_compare("1 stream", clusters, peers | bare, session, streams=1, count=count))
+        together = session.compare(_compare("8 streams", clusters, peers, session, streams=8, count=count))
         length = min(256, config.max_seq_len - 8)
         session.compare(_first_token(clusters, peers | bare, session, length=length))
-        _judge(session, alone, together, numbers, hop_s, {name: statistics.median(o) for name, o in outside.items()})
+        _judge(session, alone, together, numbers, hop_s)
 
 
 def _on_device(session: Session, name: str, device: str, *, count: int) -> None:
@@ -153,24 +152,17 @@ def _rate(process: Process, places: Iterable[int], count: int) -> Callable[[], f
 # What is compared
 
 
-def _compare(
-    name: str,
-    clusters: dict[int, Process],
-    peers: dict[str, Process],
-    session: Session,
-    outside: dict[str, list[float]],
-    *,
-    streams: int,
-    count: int,
-) -> Comparison:
-    names = {process: _name(n) for n, process in clusters.items()}
+Timed = Callable[[Process], Callable[[], float | tuple[float, float]]]
 
-    def timed(process: Process) -> Callable[[], float]:
-        def sample() -> float:
+
+def _compare(
+    name: str, clusters: dict[int, Process], peers: dict[str, Process], session: Session, *, streams: int, count: int
+) -> Comparison:
+    def timed(process: Process) -> Callable[[], float | tuple[float, float]]:
+        def sample() -> float | tuple[float, float]:
             told = ask(process, what="tokens", streams=streams, count=count)
-            if process in names:
-                outside.setdefault(names[process], []).append(told["outside_s"])
-            return float(told["seconds"] / told["tokens"])
+            seconds = float(told["seconds"] / told["tokens"])
+            return (seconds, told["outside_s"]) if "outside_s" in told else seconds
 
         return sample
 
@@ -191,7 +183,7 @@ def _comparison(
     clusters: dict[int, Process],
     peers: dict[str, Process],
     session: Session,
-    timed: Callable[[Process], Callable[[], float]],
+    timed: Timed,
 ) -> Comparison:
     first, *others = peers.items()
     variants = [Variant(name=first[0], run=timed(first[1]), role="peer")]
@@ -205,14 +197,7 @@ def _name(stages: int) -> str:
     return f"{stages} stage{'s' * (stages > 1)}"
 
 
-def _judge(
-    session: Session,
-    alone: Measured,
-    together: Measured,
-    numbers: list[int],
-    hop_s: float,
-    outside: dict[str, float],
-) -> None:
+def _judge(session: Session, alone: Measured, together: Measured, numbers: list[int], hop_s: float) -> None:
     rows, base = [], alone.comparison.peers[0].name
     for n in numbers:
         name = _name(n)
@@ -222,16 +207,17 @@ def _judge(
         of_bare = statistics.median(bare / ours for bare, ours in pairs)
         ratios = zip(alone.medians(name), together.medians(name), strict=True)
         gain = statistics.median(single / eight for single, eight in ratios)
+        outside_s = statistics.median(alone.beside[name])
         figures = {
             "share_of_limit": share,
             "share_of_bare": of_bare,
-            "outside_s": outside[name],
+            "outside_s": outside_s,
             "eight_over_one": gain,
         }
         rows.append({"stages": n, **figures})
         print(
             f"{name}: {share:.1%} of the limit (target 95 %: {'met' if share >= 0.95 else 'missed'}), "
-            f"{of_bare:.1%} of bare sockets between the same processes, {outside[name] * 1e3:.2f} ms outside the layers, "
+            f"{of_bare:.1%} of bare sockets between the same processes, {outside_s * 1e3:.2f} ms outside the layers, "
             f"8 streams {gain:.2f} x one (target {0.9 * n:g}: {'met' if gain >= 0.9 * n else 'missed'})"
         )
     print(f"a hop of a plain TCP message: {hop_s * 1e3:.3f} ms\n")

@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Comparison, Measured, Session, Target, Variant
+from benchmarks.harness import Comparison, Session, Target, Variant
 from benchmarks.harness.processes import descendants, environment_of, free_port, started, train_command, wait_until
 from benchmarks.harness.workload import Shape
 from smolcluster.engine.elastic import history
@@ -63,7 +63,6 @@ RESTARTED = {"fsdp 3, restarted": True, "fsdp 3, no standby": False}
 PEERS = {"torchrun, 1 agent": 1, "torchrun, 4 agents": WORKERS}
 
 _wait = partial(wait_until, within_s=WAIT_S)
-Figures = dict[str, dict[str, list[float]]]  # what is kept beside the samples -> variant -> samples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,52 +80,30 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     transfer_s = transfer_seconds(STATE_BYTES)
     limit = 1.0 + 1.2 * transfer_s
     session.parameters = {**SHAPE.overrides(), "workers": WORKERS, "state_bytes": STATE_BYTES, "transfer_s": transfer_s}
-    kept: Figures = {"counts again": {}, "a new step": {}}
-    again, new = kept["counts again"], kept["a new step"]
     target = Target(limit=limit, of="median")
     torchruns = {name: count for name, count in PEERS.items() if count in agents}
     measured = session.compare(
         Comparison(
             name=f"kill -9 one of {WORKERS} workers: time to the next step that counts",
             variants=[
-                *(Variant(name=n, run=_each(n, partial(restart, c), new), role="peer") for n, c in torchruns.items()),
-                *(
-                    Variant(name=n, run=_each(n, partial(recover, *OURS[n]), again), target=target)
-                    for n in names
-                    if n in OURS
-                ),
-                *(
-                    Variant(name=n, run=_each(n, partial(start_again, RESTARTED[n]), new), role="extra")
-                    for n in names
-                    if n in RESTARTED
-                ),
+                *(Variant(name=n, run=_each(restart, count), role="peer") for n, count in torchruns.items()),
+                *(Variant(name=n, run=_each(recover, *OURS[n]), target=target) for n in names if n in OURS),
+                *(Variant(name=n, run=_each(start_again, RESTARTED[n]), role="extra") for n in names if n in RESTARTED),
             ],
             warmup=0,
         )
     )
-    _add_figures(measured, kept)
-
-
-def _each(
-    name: str, measure: Callable[[int], tuple[float, float]], kept: dict[str, list[float]]
-) -> Callable[[], float]:
-    """Kill another worker in every sample, and keep the second figure beside the sample."""
-    victims = itertools.count(1)
-
-    def sample() -> float:
-        next_s, other_s = measure(next(victims) % WORKERS)
-        kept.setdefault(name, []).append(other_s)
-        return next_s
-
-    return sample
-
-
-def _add_figures(measured: Measured, kept: Figures) -> None:
-    measured.comparison.parameters.update(kept)
-    for what, samples in kept.items():
-        for name, values in samples.items():
-            print(f"  {name:<20} {what}: {statistics.median(values):.2f} s", flush=True)
+    for name, values in measured.beside.items():
+        what = "counts again" if name in OURS else "a new step"
+        measured.comparison.parameters.setdefault(what, {})[name] = values
+        print(f"  {name:<20} {what}: {statistics.median(values):.2f} s", flush=True)
     print(flush=True)
+
+
+def _each(measure: Callable[..., tuple[float, float]], *arguments: Any) -> Callable[[], tuple[float, float]]:
+    """Kill another worker in every sample."""
+    victims = itertools.count(1)
+    return lambda: measure(*arguments, victim=next(victims) % WORKERS)
 
 
 def transfer_seconds(nbytes: int) -> float:

@@ -33,10 +33,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to do the work. `run` does it once and returns one sample."""
+    """One way to do the work. `run` does it once and returns one sample, alone or with something to keep beside it."""
 
     name: str
-    run: Callable[[], float]
+    run: Callable[[], float | tuple[float, Any]]
     role: Role = "ours"
     target: Target | None = None
 
@@ -64,20 +64,21 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A comparison and what was seen: samples by variant, repeat and round."""
+    """A comparison and its results: samples by variant, repeat and round; what variants returned beside them, in order."""
 
     comparison: Comparison
     samples: dict[str, list[list[float]]]
+    beside: dict[str, list[Any]] = field(default_factory=dict)
 
     def medians(self, name: str) -> list[float]:
-        """The value of each repeat."""
+        """Return the value of each repeat."""
         return [statistics.median(rounds) for rounds in self.samples[name]]
 
     def median(self, name: str) -> float:
         return statistics.median(self.medians(name))
 
     def ratios(self, name: str, peer: str) -> list[float]:
-        """To a peer: of each repeat the median over its rounds."""
+        """Return the ratio to a peer in each repeat: the median over its rounds."""
         repeats = zip(self.samples[name], self.samples[peer], strict=True)
         return [statistics.median(a / b for a, b in zip(mine, theirs, strict=True)) for mine, theirs in repeats]
 
@@ -86,7 +87,7 @@ class Measured:
 
     @property
     def noise(self) -> float | None:
-        """How far from 1 the ratio of the first peer to itself lies: the root mean square over repeats."""
+        """The distance from 1 of the first peer's ratio to itself: the root mean square over repeats."""
         twins = [v.name for v in self.comparison.variants if v.role == "noise"]
         if not twins:
             return None
@@ -94,7 +95,7 @@ class Measured:
         return float(statistics.mean(x * x for x in apart) ** 0.5)
 
     def verdict(self, variant: Variant) -> str:
-        """met; within noise: missed by less than two equal things differ; missed; or unclear: too noisy to tell."""
+        """Return met; within noise: missed by less than the noise; missed; or unclear: the noise is too high to tell."""
         if variant.target is None:
             return ""
         if variant.target.of == "median":
@@ -134,7 +135,7 @@ class Measured:
 
 
 def orders(variants: Sequence[Variant], *, rounds: int) -> Iterator[list[Variant]]:
-    """Forwards, backwards, forwards ..."""
+    """Yield the variants forwards, backwards, forwards, and so on."""
     for number in range(rounds):
         yield list(variants) if number % 2 == 0 else list(reversed(variants))
 
@@ -145,17 +146,19 @@ def measure(comparison: Comparison, *, repeats: int) -> Measured:
         for variant in variants:
             variant.run()
     samples: dict[str, list[list[float]]] = {v.name: [[] for _ in range(repeats)] for v in comparison.variants}
+    beside: dict[str, list[Any]] = {v.name: [] for v in comparison.variants}
     for number, variants in enumerate(orders(comparison.variants, rounds=repeats * comparison.rounds)):
         for variant in variants:
-            samples[variant.name][number // comparison.rounds].append(variant.run())
-    return Measured(comparison, samples)
-
-
-# What a person sees
+            result = variant.run()
+            if isinstance(result, tuple):
+                result, more = result
+                beside[variant.name].append(more)
+            samples[variant.name][number // comparison.rounds].append(result)
+    return Measured(comparison, samples, beside)
 
 
 def table(measured: Measured, *, repeats: int) -> str:
-    """One line per variant: median, spread over repeats, ratio to each peer, target, verdict."""
+    """Return one line for each variant: median, spread over repeats, ratio to each peer, target, verdict."""
     comparison = measured.comparison
     several = len(comparison.peers) > 1
     head = ["variant", "median", "spread", *(f"/ {p.name}" if several else "ratio" for p in comparison.peers)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,19 @@ class Shape:
     def arguments(self) -> list[str]:
         """Return the arguments of `peers/first_step.py` and `peers/elastic_ddp.py`."""
         return [str(n) for n in (self.model_dim, self.num_layers, self.num_heads, self.max_seq_len, self.batch_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A strategy with options."""
+
+    name: str
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def overrides(self) -> dict[str, Any]:
+        """Return the options as configuration keys."""
+        return {f"strategy.{key}": value for key, value in self.options.items()}
 
 
 SHAPES = {
