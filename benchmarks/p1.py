@@ -7,7 +7,7 @@ directions (root needed).
 How: one world of N processes has all groups; variants take turns, a barrier before each; a sample is the slowest rank's
 seconds for one sum, and every sum is checked. gloo runs a second time as another variant: that is the noise.
 
-The line: a ring moves 2 (N-1)/N S bytes through every host's link, and TCP leaves 95.6 % of a line for the payload. CPU seconds
+The line: a ring sends 2 (N-1)/N S bytes over every host's link, and TCP leaves 95.6 % of a line for the payload. CPU seconds
 are those of all ranks together for each GB that all ranks together sent.
 
 Target: at least 0.94 of the line at 100 Mbit/s; 0.85 at 1 Gbit/s with 40 MB.

@@ -1,19 +1,19 @@
 """P12: the bytes that every strategy sends and receives, against its formula.
 
-Elastic plane. Compared: `Strategy.plan`, which is the formula in the strategy's docstring, with what the kernel counted on
-the sockets of each worker (plain TCP on loopback): syncps, edp and elastic allreduce with every codec, fsdp stages 0 and 1, on
-2 and 3 workers. The worker that moved most counts.
+Elastic plane. Compared: `Strategy.plan`, which is the formula in the strategy's docstring, with the kernel's count on the
+sockets of each worker (plain TCP on loopback): syncps, edp and elastic allreduce with every codec, fsdp stages 0 and 1, on
+2 and 3 workers. The worker with the most bytes counts.
 
-How: a worker reads its counters at the beginning of every step (`tasks/counted.py`); a step's bytes are the median
-over all stretches of half the run, so that what travels once, at joining, is left out, and so is what happens to be under
-way when they are read. Heartbeats are in, and what a message has around its numbers: a header of 128 bytes, a checksum of 4,
-JSON. The column `over` has all that is beyond the formula, in bytes.
+How: a worker reads its counters at the beginning of every step (`tasks/counted.py`); a step's bytes are the median over all
+windows of half the run, which excludes the state that is sent at joining and bytes in flight at a reading. Included are
+heartbeats and the framing of messages: a header of 128 bytes, a checksum of 4, JSON. The column `over` has all bytes beyond
+the formula.
 
 Target: at most 1.02 of the formula, and 256 bytes for each message that `cost` counts.
 
 Mesh plane (`harness/mesh_bytes.py`): allreduce, fsdp stages 0 to 3 and hybrid, pipeline, tensor and mesh over gloo.
 Compared: the formula of each strategy's page, what the run itself has counted, and the kernel. Target: at most 1.02 of what is
-counted, headers included, and nothing missing.
+counted, headers included, and no byte missing.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def counted_config(shape: Shape, case: Case, *, workers: int, steps: int) -> Con
 
 
 def moved(config: Config) -> list[tuple[float, float]]:
-    """What each worker sent and received in a step."""
+    """Return what each worker sent and received in a step."""
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts"
         counts.mkdir()
@@ -141,7 +141,7 @@ def moved(config: Config) -> list[tuple[float, float]]:
 
 
 def steps_of(counts: Path, config: Config) -> list[tuple[float, float]]:
-    """From the counters that the workers of a run have left there."""
+    """Return the same from the counters in a folder."""
     found = [counted.per_step(rows, interval=INTERVAL) for rows in counted.read_counts(counts)]
     if len(found) != config.cluster.num_workers:
         raise SmolclusterError(f"{len(found)} of {config.cluster.num_workers} workers have counted")
@@ -160,7 +160,7 @@ def formula(config: Config) -> Cost:
 
 
 def compare(config: Config, workers: list[tuple[float, float]]) -> dict[str, Any]:
-    """A row: the formula, the worker that moved most, and whether it keeps to it."""
+    """Return a row: the formula, the worker with the most bytes, and the verdict."""
     cost = formula(config)
     sent, received = (round(max(values)) for values in zip(*workers, strict=True))
     beyond = max(sent - LIMIT * cost.bytes_sent, received - LIMIT * cost.bytes_received)

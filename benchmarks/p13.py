@@ -1,14 +1,14 @@
 """P13: start-up.
 
-Help: wall time of `smolcluster --help`, from the start of the process to its end, beside `python -c pass` (the floor) and
-`python -c "import torch"` (what it must not do). It is also checked that torch is not among the modules loaded.
+Help: wall time of `smolcluster --help`, from the start of the process to its end, beside `python -c pass` (the lower bound) and
+`python -c "import torch"` (what it must not do). The modules that it has loaded are checked not to include torch.
 Target: at most 0.3 s.
 
 First step: from the start of the command until its line about step 1 is read from its output. Ours is `smolcluster train`
 on 2 workers, with its launcher, run directory, configuration, data and metrics; the peer is the smallest script that does
-the same with torchrun, gloo and torch DDP (`benchmarks/peers/first_step.py`), on random tokens. Same model, one thread per
-process. Ours is asked for 2 steps, because the last step of a run is evaluated before its line is printed; the rest of the
-run is waited for, and not counted. Caches (compiled Python files, tokens) are warm.
+the same with torchrun, gloo and torch DDP (`peers/first_step.py`), on random tokens. Same model, one thread per
+process. Ours takes 2 steps, because the last step of a run is evaluated before its line is printed; the rest of the run is not
+counted. Caches (compiled Python files, tokens) are warm.
 Target: at most 1.5 times the peer.
 """
 

@@ -1,7 +1,7 @@
 """P3: bytes on the wire for the same tokens, at a loss within 0.01 of torch DDP's.
 
 Work: a GPT of 0.8 M parameters (4 layers of 128, context 64, bytes) on the embedded text, 2 workers, the same weights, order of
-samples, learning rates and number of steps for everybody. The loss is that of the whole validation set after the last step.
+samples, learning rates and number of steps for all. The loss is that of the whole validation set after the last step.
 
 Compared, on the mesh plane, counted by the kernel: torch DDP in fp32 (gloo), its fp16 and PowerSGD hooks, DiLoCo as a bare
 loop, and `diloco` with each preset, AdamW or Muon inside (`harness/methods.py`).
@@ -9,24 +9,24 @@ loop, and `diloco` with each preset, AdamW or Muon inside (`harness/methods.py`)
 On the elastic plane: the parameter servers and their codecs at several strengths. syncps encodes both ways; its pulls of fp32
 weights are switched off (all replicas take the same steps without them), while edp needs them. Their bytes are those that left
 any machine, the server included, from the first connection to the last, by the run's summary, which must agree with the
-server's rows (`p12` holds the kernel's counters against the formulas).
+server's rows (`p12` checks the kernel's counters against the formulas).
 
 Named peers, where they are installed (`pip install 'smolcluster[bench]'`), do the same work: a synchronous parameter server
-on Ray, and hivemind's Optimizer, where every peer gives one batch to each epoch (`peers/`): with its defaults, then with its
-compressions and "no state": gradients are averaged, parameters are not. Their bytes are what the kernel counts on TCP
-connections from one machine to another: hivemind's daemons; Ray's nodes, with the server on a machine of its own, as ours.
-What Ray's processes say to each other on one machine does not count.
+on Ray, and hivemind's Optimizer, where every peer contributes one batch to each epoch (`peers/`): with its defaults, then with
+its compressions and "no state": gradients are averaged, parameters are not. Their bytes are what the kernel counts on TCP
+connections between machines: hivemind's daemons; Ray's nodes, with the server on a machine of its own, as ours. Traffic between
+Ray's processes of one machine does not count.
 
-How: one run of each setting with the first seed; then the one with the fewest bytes that is good enough is run with the other
-seeds, beside the run it is held to, and counts if the median of its differences is good enough too; else the next one is tried.
-Every process computes in one thread. With `--jobs` J, J runs are under way at once, of 2 workers each, or 2 and a server; named
+How: one run of each setting with the first seed. Then the setting with the fewest bytes that meets a goal is run with the other
+seeds, beside the run that it is compared with. It counts if the median of the differences meets the goal; else the next one is
+tried. Every process computes with one thread. With `--jobs` J, J runs of 2 workers each, or 2 and a server, run at once; named
 peers run alone. `--only diloco DDP allreduce bare` leaves out the parameter servers.
 
 Targets: 400 times fewer bytes than DDP at a loss within 0.01 of the synchronous run of the same optimizer (with Muon inside:
-`allreduce` with Muon); 2,000 times fewer at a loss not above that of DDP with AdamW, whatever runs inside.
+`allreduce` with Muon); 2,000 times fewer at a loss not above that of DDP with AdamW, with either optimizer.
 
-`megabytes` and `fewer_bytes` have everything, also the weights that travel once at the start, as DDP's do; in short runs of
-what seldom exchanges these are most of it. `fewer_per_step` is without them.
+`megabytes` and `fewer_bytes` include the weights that are sent once at the start, as DDP's do; in short runs of methods that
+exchange seldom these are most of the bytes. `fewer_per_step` excludes them.
 """
 
 from __future__ import annotations

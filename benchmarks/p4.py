@@ -4,26 +4,25 @@ Work: a GPT of 0.8 M parameters on the embedded text, 32 samples per worker and 
 learning rates. The time counts until the loss of the global batch, averaged over the last rows, is down to the target. DDP
 and the synchronous strategies follow the same curve, so for them it is a number of steps; edp follows a curve of its own.
 
-Compared: torch DDP with bucket views (gloo) against elastic allreduce and syncps with `cluster.batch_size: auto`, which share
-the same global batch out by measured speed; edp, where nobody waits long; and diloco with rounds of
-16 steps in fp32 (and with preset lan), its batch shared out in the same way. A row of diloco is a round: its loss is the mean
-over the steps that workers took in it, so as many steps count for everybody's mean.
+Compared: torch DDP with bucket views (gloo) against elastic allreduce and syncps with `cluster.batch_size: auto`, which divide
+the same global batch by measured speed; edp, where a worker waits little; and diloco with rounds of 16 steps in fp32 (and with
+preset lan), its batch divided in the same way. A row of diloco is a round: its loss is the mean over the steps that workers
+took in it, so all means are over equally many steps.
 
 Named peers, where they are installed (`pip install 'smolcluster[bench]'`): an asynchronous parameter server on Ray, which
-applies every gradient when it is there, on two nodes, and hivemind's Optimizer, which ends an epoch as soon as all peers
-together have a global batch (`peers/`). A machine is slow with all its processes, daemons included. For hivemind a row's loss
-is that of the fast peer's samples. Who has not reached the loss after some minutes is stopped: the sample is then a lower
-bound, and it is said.
+applies every gradient when it arrives, on two nodes, and hivemind's Optimizer, which ends an epoch as soon as all peers
+together have a global batch (`peers/`). All processes of the slow machine are slowed, daemons included. For hivemind a row's
+loss is that of the fast peer's samples. A peer that has not reached the loss after some minutes is stopped: the sample is then
+a lower bound, and is reported as such.
 
-The slow machine: the fast worker is alone on core 0. The slow one is on core 1 and gets a quarter of it (`slow.py`), for
-computing as for everything else. That begins when the first steps are done, and the clock starts then, with batches still
-equal. The server or coordinator is on core 0: what it computes is taken from the fast worker. Shares are measured, by
-training on both cores at once without any exchange, and the limit follows from them: DDP waits for the slow worker, and
-nobody can do better than the sum of both speeds.
+The slow machine: the fast worker is alone on core 0. The slow one is on core 1 and gets a quarter of it (`harness/slow.py`),
+for computing and communicating. That begins after the first steps; the clock starts then, with batches still equal. The server
+or coordinator is on core 0, so its cost is the fast worker's. Speeds are measured by training on both cores at once without any
+exchange; the limit follows from them: DDP waits for the slow worker, and no method is faster than the sum of both speeds.
 
 How: a run of each in turn, DDP a second time as another variant: that is the noise.
 
-Target: 2.2 times sooner than DDP, diloco 2.4 times; the limit is 2.5 when the share is exactly a quarter.
+Target: 2.2 times sooner than DDP, diloco 2.4 times; the limit is 2.5 when the slow worker has exactly a quarter.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """P5: the bubble of a pipeline, against its formula.
 
-Compared: the time that ranks stand idle in a step, as a share of the time they work, measured from the time line of a real
-step (`--draw-schedule`), with the formula:
+Compared: the idle time of ranks in a step, as a share of their working time, measured from the timeline of a real step
+(`--draw-schedule`), with the formula:
 
     gpipe, 1f1b         (p-1)/m
     interleaved         (p-1)/(v m)
-    zero-bubble, zbv    towards 0: shown beside them, not judged
+    zero-bubble, zbv    towards 0: shown, without a verdict
 
-How: p processes run layers that rest for a while instead of computing (`benchmarks/tasks/resting.py`), so that they do not
-fight for processors. What the engine itself takes, sending included, counts against us.
+How: p processes run layers that sleep instead of computing (`tasks/resting.py`), so that they do not compete for cores. The
+overhead of the engine, sending included, counts against us.
 
 Target: within 3 points of the formula, for p = 4 and m = 8, 16, 32.
 """

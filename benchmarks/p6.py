@@ -7,11 +7,11 @@ Compared, for P parameters on N ranks with Adam, in bytes:
     the same in fp32       16 P   8 P + 8 P/N    4 P + 12 P/N   16 P/N
     what this run holds    `Strategy.plan`; see fsdp.py
 
-How: four real processes on CPUs, each with a ledger of its tensors (`compute/ledger.py`); the rank with most counts. Beside it
-the growth of the process in resident memory, of which the kernel keeps the peak. With --device cuda one rank runs on the GPU
-as if there were three more, whose exchanges do nothing, and torch's allocator counts; what the GPU's libraries keep for
-themselves is added to the forecast. Samples are few, so that activations hardly count. The peer is FSDP2 as its tutorial has
-it, AdamW on `fully_shard`. The forecast is that of `smolcluster plan --memory`.
+How: four real processes on CPUs, each with a ledger of its tensors (`compute/ledger.py`); the highest peak counts.
+Beside it the growth of the process in resident memory, whose peak the kernel keeps. With --device cuda one rank runs on the GPU
+in a fake group of four, whose collectives do nothing, and torch's allocator counts; the workspace of the GPU's libraries is
+added to the forecast. Samples are few, so that activations are small. The peer is FSDP2 as in its tutorial, AdamW on
+`fully_shard`. The forecast is that of `smolcluster plan --memory`.
 
 Targets: at most 1.05 of ZeRO's formula, states and peak. The forecast: median error at most 5 %, never more than 5 % too low.
 """
@@ -145,7 +145,7 @@ def compare(session: Session, subject: Workload, stage: int, precision: str) -> 
 
 
 def zero(stage: int, precision: str, parameters: int, ranks: int) -> int:
-    """ZeRO's formula: bytes that stay and bytes that are shared out, for each parameter."""
+    """Return ZeRO's formula: bytes of each parameter that every rank has, and bytes that are sharded."""
     table = {
         "fp32": [(16, 0), (8, 8), (4, 12), (0, 16)],
         "bf16": [(16, 0), (4, 12), (2, 14), (0, 16)],
@@ -155,7 +155,7 @@ def zero(stage: int, precision: str, parameters: int, ranks: int) -> int:
 
 
 def counted(sample: dict[str, Any]) -> int:
-    """By the allocator where there is one; else by the ledger."""
+    """Return the peak by the allocator, if it counts; else by the ledger."""
     said = sample.get("allocated")
     return int(sum(sample["peak"]["at"].values())) if said is None else int(said)
 

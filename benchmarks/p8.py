@@ -3,17 +3,17 @@
 Every stage is a process with one thread, on loopback, or each on a host of its own behind a limited link (network
 namespaces; then with a token and TLS). Peers have one thread too: our own GPT with its cache in one process,
 `transformers` generate where it is installed, and as many processes with bare sockets and nothing around them, which show
-what it costs that a process sleeps while another computes. Greedy, the same prompts; activations travel in fp16.
+the cost of a process that sleeps while another computes. Greedy, the same prompts; activations are sent in fp16.
 
     one stream      seconds per token, after the first
     eight streams   the same, of all together
     first token     of a prompt of 256 tokens
 
-Beside it, for one stream: the time of a token's way in which no stage computed, by the stages' own clocks. It is what sockets
-and everything of ours cost, and no part of it is the layers', whose time differs from sample to sample.
+Beside it, for one stream: the part of a token's round trip in which no stage computed, by the stages' own clocks. It is the
+cost of sockets and of our code around the layers, without the layers' time, which differs from sample to sample.
 
-Limit for S stages and one stream: what one process computes, and S + 1 hops of a plain TCP message of the activations' size,
-to a process that has slept for 20 ms, as a stage has between two tokens (waking up takes longer than the way).
+Limit for S stages and one stream: the time of one process, and S + 1 hops of a plain TCP message of the activations' size,
+to a process that has slept for 20 ms, as a stage has between two tokens (waking up takes longer than the transfer).
 Here all stages share this machine's cores: with one stream they work one after the other, as on machines of their own; with
 eight at most as many at once as there are cores.
 
@@ -22,7 +22,7 @@ Target: one stream at 95 % of the limit or more; eight streams at least 0.9 S ti
 With --device, another measurement: one stage on that device (bf16 on a GPU), one stream, tokens per second.
 
     repeated lengths    every sample has the same lengths of the cache
-    fresh lengths       no two samples have a length in common: a kernel that is planned for each length shows here
+    fresh lengths       no two samples share a length: a kernel that is planned for each length shows here
     bare loop           the same model in one process, nothing around it
 
 Target: fresh lengths at 90 % of repeated ones or more.
@@ -108,7 +108,7 @@ def _over_stages(session: Session, arguments: argparse.Namespace, *, count: int)
 
 
 def _on_device(session: Session, name: str, device: str, *, count: int) -> None:
-    """One stage and a bare loop on this device, over lengths of the cache that are new and over the same ones again."""
+    """Compare one stage and a bare loop on this device, over fresh lengths of the cache and over repeated ones."""
     session.name = f"p8-{name}-{device}"
     rounds = 1 if session.quick else 2
     samples = 1 + session.repeats * rounds  # warm-up too
@@ -244,7 +244,7 @@ def _bare_name(stages: int) -> str:
 
 @contextlib.contextmanager
 def _bare(model: str, stages: int, network: Network | None) -> Iterator[Process]:
-    """The front is the first of the circle, as it is of ours."""
+    """Start bare stages in a ring. The front is the first process, as in ours."""
     port = PORT + 100 + 10 * stages
     addresses = [f"{_host(network, host)}:{port + host}" for host in range(stages + 1)]
     command = [sys.executable, "-m", "benchmarks.peers.bare_stages", model, str(stages)]

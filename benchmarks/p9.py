@@ -2,18 +2,18 @@
 
 Work: a GPT of 0.8 M parameters, 4 samples per worker and step, 4 workers, each in a process with one thread.
 
-Compared: torchrun with DDP (gloo) and a checkpoint every 5 steps, as one agent with 4 workers (no agent has to find the others
-again) and as 4 agents with one worker each, as on 4 machines; against elastic allreduce, syncps, edp and fsdp stage 1, each
-started by `smolcluster train`, whose launcher starts the killed worker again. Beside them, without a target, what torchrun does
-done by us: fsdp stage 3 on the mesh plane with `--elastic`, with and without processes that stand by. torchrun has the settings
-that let it re-form soonest: a look at its workers every 0.1 s, local addresses, all agents known to come back.
+Compared: torchrun with DDP (gloo) and a checkpoint every 5 steps, as one agent with 4 workers (no rendezvous between agents)
+and as 4 agents with one worker each, as on 4 machines; against elastic allreduce, syncps, edp and fsdp stage 1, each started by
+`smolcluster train`, whose launcher restarts the killed worker. Beside them, without a target, what torchrun does done by us:
+fsdp stage 3 on the mesh plane with `--elastic`, with and without standby processes. torchrun has the settings with which it
+re-forms soonest: it polls its workers every 0.1 s, has local addresses, and does not wait for further agents.
 
-How: when training runs, one worker is killed, in turn another one, and the clock starts. Ours: the first step in history.jsonl
-that was committed without that worker. torchrun: the first step taken after all were started again, although it may be one
-that was done before; how long until a step that is new is kept beside it. How long until the worker that was started again
-counts is also kept (torchrun: the same as the next step).
+How: when training runs, one worker is killed, another one in each sample, and the clock starts. Ours: the first step in
+history.jsonl that was committed without that worker. torchrun: the first step taken after all were restarted, even if it
+repeats an earlier one; the time to the first new step is kept beside it. The time until the restarted worker contributes again
+is kept too (torchrun: the same as the next step).
 
-Target: at most 1 s, and 1.2 times what the state takes over a plain loopback socket.
+Target: at most 1 s, and 1.2 times the transfer of the state over a plain loopback socket.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CHECKPOINT_EVERY = 5
 RUN_FIRST = 12  # steps before the kill
 WAIT_S = 240.0
 ATTEMPTS = 5
-STANDBY_STEPS = 200  # until processes that stand by have imported what they need
+STANDBY_STEPS = 200  # until standby processes have imported what they need
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "allreduce": ("allreduce", {}),
     "syncps": ("syncps", {}),

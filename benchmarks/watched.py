@@ -1,13 +1,13 @@
-"""What being watched costs training.
+"""Cost of observing a run that trains.
 
-Dashboard: one run of `edp` on 2 workers goes on all the time, `smolcluster dashboard` beside it on the same machine, and a
-process with 50 viewers that read its events. Windows of seconds per committed step, in turn: both stopped (SIGSTOP), both
-running, both stopped. What the viewers cost counts against us; at a user's they are on other machines.
+Dashboard: one run of `edp` on 2 workers continues all the time, with `smolcluster dashboard` on the same machine and a process
+with 50 viewers that read its events. Windows of seconds per committed step, in turn: both stopped (SIGSTOP), both running,
+both stopped. The cost of the viewers is included; users have them on other machines.
 
 Logs: short runs on 1 worker that log every step, in turn: with a file alone, and with `logging.loki_url` (a server that
-takes everything) and `logging.prometheus_port` (asked once a second).
+accepts everything) and `logging.prometheus_port` (scraped once a second).
 
-Target: at most 1 % over the run that nobody watches.
+Target: at most 1 % over the same run, not watched.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EXAMPLE = "python -m benchmarks watched --only logs"
 SHAPE = SHAPES["0.8m"]
 LIMIT = Target(limit=1.01)
 _wait = partial(wait_until, within_s=120.0, poll_s=0.05)
-SETTLE_S = 1.0  # after SIGCONT the page catches up with what it missed
+SETTLE_S = 1.0  # after SIGCONT the page reads what it missed
 VIEWERS = """
 import os, selectors, socket, sys
 os.nice(19)
@@ -110,7 +110,7 @@ def _dashboard(session: Session, *, viewers: int, window_s: float) -> None:
                                 time.sleep(window_s)
                                 steps, took = _commits(history) - first, time.monotonic() - began
                             if any(command.poll() is not None for command in (training, *commands)) or steps < 1:
-                                raise SmolclusterError("something ended while it was measured")
+                                raise SmolclusterError("a process ended while it was measured")
                             return took / steps
 
                         return sample
@@ -175,7 +175,7 @@ def _listens(port: int) -> bool:
 
 
 class _Loki(http.server.BaseHTTPRequestHandler):
-    """Takes everything, and counts the lines."""
+    """Accepts everything, and counts the lines."""
 
     protocol_version = "HTTP/1.1"
     lines = 0
@@ -227,7 +227,7 @@ def _logs(session: Session, *, steps: int) -> None:
     loki.server_close()
     session.parameters["lines_pushed"] = _Loki.lines
     if not _Loki.lines:
-        raise SmolclusterError("no line came to Loki")
+        raise SmolclusterError("no line was pushed to Loki")
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
-"""Runs of the elastic plane for benchmarks: a server and workers, each in the process that the launcher would start.
+"""A run of the elastic plane: a server and workers, each in the process that the launcher would start.
 
     with ElasticRun(config, folder) as run:
         run.watch(lambda rows: rows[-1].loss < 2.5)      # the server's rows so far; until then, or the end of the run
         run.summary
 
-Every process gets one thread for computing. Nobody starts again what ends: a benchmark of that uses the launcher itself
-(`p9.py`). At the end of the `with` nothing is left running, whatever happened in it.
+Every process computes with one thread. A process that ends is not restarted: `p9.py`, which measures that, runs the launcher
+itself. At the end of the `with` block no process is left, also after an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Who = int | Literal["server"]
 
 
 def elastic_config(shape: Shape, *, workers: int, steps: int, strategy: str, overrides: Mapping[str, Any]) -> Config:
-    """Of a run on the CPU that logs little and saves nothing."""
+    """Return the configuration of a run on the CPU that logs little and saves nothing."""
     common = {
         "strategy.name": strategy,
         "cluster.plane": "elastic",
@@ -50,7 +50,7 @@ def elastic_config(shape: Shape, *, workers: int, steps: int, strategy: str, ove
 
 
 def options_of(config: Config) -> tuple[type[Strategy[Options]], Options]:
-    """The strategy's class and its options."""
+    """Return the strategy's class and its options."""
     options, _ = read_options(config.strategy, plane="elastic")
     return find_strategy(config.strategy.name, "elastic", options), options
 
@@ -65,7 +65,7 @@ class ElasticRun:
         environ: Mapping[str, str] | None = None,
         network: Network | None = None,
     ) -> None:
-        """`cores`: the one core that a process may use, where it may not use all.
+        """`cores`: the only core that a process may use; without an entry it may use all.
 
         With a network worker r is on host r, and the server on host 0.
         """
@@ -101,7 +101,7 @@ class ElasticRun:
         self._stack.close()
 
     def watch(self, enough: Callable[[Sequence[StepLogged]], bool] = lambda rows: False, *, within_s: float) -> bool:
-        """Until the server's rows are enough (True), or the run has come to its end (False)."""
+        """Wait until the server's rows are enough (return True) or the run has ended (return False)."""
         deadline = time.monotonic() + within_s
         while self._running:
             child, event = self._next(deadline)
@@ -169,7 +169,7 @@ class ElasticRun:
             child, event = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             done = self.rows[-1].step if self.rows else 0
-            raise SmolclusterError(f"a run of {self.config.strategy.name} stands still at step {done}") from None
+            raise SmolclusterError(f"a run of {self.config.strategy.name} hangs at step {done}") from None
         assert child is not None
         return child, event
 

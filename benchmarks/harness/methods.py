@@ -1,6 +1,6 @@
 """Methods that train the same model on a few hosts: torch DDP and its hooks, DiLoCo as a bare loop, ours on the mesh plane.
 
-A world of ranks holds one of them (`training`), and takes as many steps as it is told:
+`training` starts a world of ranks with one of them, `steps_of` takes steps in it:
 
     with training("diloco, wan", config, size=2, network=network) as world:
         answer = steps_of(world, 30, val_samples=256)       # seconds, bytes sent by all, validation loss
@@ -70,10 +70,10 @@ def training(
     network: Network | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> World:
-    """A world that trains with this method; `steps` are those of the learning rate's schedule.
+    """Return a world that trains with this method; `steps`: of the learning rate's schedule.
 
-    `dropped`: the share of contributions to rounds of `diloco` that does not arrive. `overrides`: of the configuration;
-    a device other than the CPU is for ours.
+    `dropped`: the share of contributions to rounds of `diloco` that is lost. `overrides`: of the configuration; only ours uses
+    a device other than the CPU.
     """
     method, peer = (name, None) if isinstance(name, Method) else (OURS.get(name, Method()), name)
     common = {"training.seed": seed, "training.device": "cpu", **method.overrides()}
@@ -83,7 +83,7 @@ def training(
 
 
 def steps_of(world: World, steps: int, *, val_samples: int | None = 0, last: bool = False) -> Message:
-    """Take steps. `val_samples`: of the validation set, 0: none, None: all. `last`: end a round that is not full."""
+    """Take steps. `val_samples`: evaluate on so many samples, 0: do not, None: on all. `last`: end a round that is not full."""
     answers = world.ask({"steps": steps, "val_samples": val_samples, "last": last})
     total, first = (sum(int(answer[key]) for answer in answers) for key in ("sent", "before"))
     if total == 0 and world.size > 1:

@@ -1,4 +1,4 @@
-"""One rank of the `ddp` benchmark: holds a model per variant and trains any of them for a block of steps."""
+"""One rank of the `ddp` benchmark: it has a model for each variant, and trains one of them for a block of steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Run = Callable[[Sequence[tuple[Tensor, Tensor]]], float]
 
 
 def make_variant(variant: dict[str, Any], config: Config, task: Task, group: Group) -> Run:
-    """A function that trains on some batches and returns the last loss."""
+    """Return a function that trains on batches and returns the last loss."""
     if variant["kind"] == "ddp":
         seed_everything(config.training.seed or 0, "weights", device=torch.device("cpu"))
         training = DDPTraining(task.model(), recipe_of(config), gradient_as_bucket_view=variant["bucket_view"])

@@ -64,7 +64,7 @@ class Order:
 
 
 def run_elastic(order: Order, cores: Sequence[int], folder: Path) -> dict[str, Any]:
-    """The server is on the first core, worker r on the one after its rank; they share cores where there are too few."""
+    """The server runs on the first core, worker r on core r + 1; they share cores where there are too few."""
     config = resolve(load_config(["default"], overrides=order.overrides()))
     seats: dict[Who, int] = {rank: cores[(1 + rank) % len(cores)] for rank in range(order.workers)}
     last = order.workers - 1
@@ -86,7 +86,7 @@ def run_elastic(order: Order, cores: Sequence[int], folder: Path) -> dict[str, A
 
 
 def share_of(rank: int, commits: Sequence[dict[str, Any]]) -> float:
-    """How many samples a worker contributed, for each of the others' mean."""
+    """Return the samples of a worker, divided by the mean of the others."""
     samples: dict[int, int] = {}
     for part in (part for commit in commits for part in commit["contributors"]):
         samples[part["rank"]] = samples.get(part["rank"], 0) + part["samples"]
