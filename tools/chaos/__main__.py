@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _try(what: Plan | str, options: argparse.Namespace, folder: Path, network: Network | None) -> int:
-    """One strategy: without faults, then with them. Returns the number of violations."""
+    """Run one strategy without faults, then with them. Return the number of violations."""
     strategy = what if isinstance(what, str) else what.strategy
     bound = options.staleness_bound if isinstance(what, str) else what.staleness_bound
     workers = options.workers if isinstance(what, str) else what.workers
