@@ -11,12 +11,11 @@ factor by which it reduces them; a link of 100 Mbit/s needs 1.3 s for the gradie
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness import Comparison, Session, Variant
+from benchmarks.harness import Comparison, Session, Variant, timed
 from smolcluster.comm.codecs import Feedback, Packer, make_codec
 
 EXAMPLE = "python -m benchmarks codecs --quick"
@@ -93,12 +92,3 @@ class Passes:
     def encode_with_feedback(self) -> None:
         self.packer.encode([self.gradient], self.payload, key=1, feedback=self.feedback)
         self.feedback.commit()
-
-
-def timed(work: Callable[[], None]) -> Callable[[], float]:
-    def sample() -> float:
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
-
-    return sample

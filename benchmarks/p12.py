@@ -122,7 +122,7 @@ def conclude(session: Session, title: str, rows: list[dict[str, Any]], columns: 
         return
     session.show(title, rows, columns)
     missed = [f"{row['strategy']} on {row['workers']}" for row in rows if row["verdict"] != "met"]
-    print(f"target, at most {LIMIT} x and headers: {'missed by ' + ', '.join(missed) if missed else 'met by all'}\n")
+    session.conclude(f"at most {LIMIT} x and headers", missed)
 
 
 def counted_config(shape: Shape, case: Case, *, workers: int, steps: int) -> Config:

@@ -20,10 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import Comparison, Session, Target, Variant
+from benchmarks.harness import Comparison, Session, Target, Variant, timed
 from benchmarks.harness.processes import ROOT, child_environment, smolcluster_command, started, train_command
 from benchmarks.harness.workload import SHAPES
 from smolcluster.errors import SmolclusterError
@@ -56,25 +57,17 @@ def _help(session: Session) -> None:
     output = _output([python, "-c", MODULES_AFTER_HELP])
     loaded = "torch is not loaded" not in output
 
-    def timed(command: Sequence[str]) -> Callable[[], float]:
-        def sample() -> float:
-            started = time.perf_counter()
-            _output(command)
-            return time.perf_counter() - started
-
-        return sample
-
     session.compare(
         Comparison(
             name="smolcluster --help: wall time",
             variants=[
-                Variant(name="python -c pass", run=timed([python, "-c", "pass"]), role="peer"),
+                Variant(name="python -c pass", run=timed(partial(_output, [python, "-c", "pass"])), role="peer"),
                 Variant(
                     name="smolcluster --help",
-                    run=timed([*smolcluster_command(), "--help"]),
+                    run=timed(partial(_output, [*smolcluster_command(), "--help"])),
                     target=Target(limit=0.3, of="median"),
                 ),
-                Variant(name="import torch", run=timed([python, "-c", "import torch"]), role="extra"),
+                Variant(name="import torch", run=timed(partial(_output, [python, "-c", "import torch"])), role="extra"),
             ],
             rounds=1 if session.quick else 5,
             parameters={"torch_imported_by_help": loaded},

@@ -58,7 +58,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         ["schedule", "microbatches", "formula", "bubble", "points", "verdict"],
     )
     missed = [f"{r['schedule']} {r['microbatches']}" for r in rows if r["verdict"] == "missed"]
-    print(f"target, within {POINTS:g} points: {'missed by ' + ', '.join(missed) if missed else 'met by all'}\n")
+    session.conclude(f"within {POINTS:g} points", missed)
 
 
 def row(schedule: str, ranks: int, per_rank: int, count: int, samples: list[float]) -> dict[str, Any]:

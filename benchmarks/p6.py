@@ -91,7 +91,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     session.show(f"bytes of a rank, {subject.shape.parameters:,} parameters on {ranks} ranks", rows, COLUMNS)
     missed = [f"{row['precision']} {row['stage']}" for row in rows if row["verdict"] != "met"]
     errors = [row["error"] for row in rows]
-    print(f"target, at most {LIMIT} x the formula: {'missed by ' + ', '.join(missed) if missed else 'met by all'}")
+    session.conclude(f"at most {LIMIT} x the formula", missed)
     low = min(errors)
     good = statistics.median(map(abs, errors)) <= ERROR and low >= -ERROR
     print(

@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -100,10 +101,16 @@ def _over_stages(session: Session, arguments: argparse.Namespace, *, count: int)
         config = find_source(model).config
         hop_s = _hop_s(network, size=2 * config.model_dim + 400)
         session.parameters = {"config": asdict(config), "link": arguments.link, "count": count, "hop_s": hop_s}
-        alone = session.compare(_compare("1 stream", clusters, peers | bare, session, streams=1, count=count))
-        together = session.compare(_compare("8 streams", clusters, peers, session, streams=8, count=count))
         length = min(256, config.max_seq_len - 8)
-        session.compare(_first_token(clusters, peers | bare, session, length=length))
+        tokens, first = {"what": "tokens", "count": count}, {"what": "first", "prompt": length}
+        alone = session.compare(
+            _compare("1 stream: seconds per token", clusters, peers | bare, session, streams=1, **tokens)
+        )
+        together = session.compare(
+            _compare("8 streams: seconds per token", clusters, peers, session, streams=8, **tokens)
+        )
+        name = f"a prompt of {length} tokens: seconds to the first token"
+        session.compare(_compare(name, clusters, peers | bare, session, **first))
         _judge(session, alone, together, numbers, hop_s)
 
 
@@ -152,39 +159,18 @@ def _rate(process: Process, places: Iterable[int], count: int) -> Callable[[], f
 # What is compared
 
 
-Timed = Callable[[Process], Callable[[], float | tuple[float, float]]]
-
-
 def _compare(
-    name: str, clusters: dict[int, Process], peers: dict[str, Process], session: Session, *, streams: int, count: int
+    name: str, clusters: dict[int, Process], peers: dict[str, Process], session: Session, **message: Any
 ) -> Comparison:
-    def timed(process: Process) -> Callable[[], float | tuple[float, float]]:
-        def sample() -> float | tuple[float, float]:
-            told = ask(process, what="tokens", streams=streams, count=count)
-            seconds = float(told["seconds"] / told["tokens"])
-            return (seconds, told["outside_s"]) if "outside_s" in told else seconds
+    """Compare the answers to a message: seconds, or seconds per token, and the time outside the layers beside it."""
+
+    def timed(process: Process) -> Callable[[], tuple[float, float | None]]:
+        def sample() -> tuple[float, float | None]:
+            told = ask(process, **message)
+            return told["seconds"] / told.get("tokens", 1), told.get("outside_s")
 
         return sample
 
-    return _comparison(f"{name}: seconds per token", clusters, peers, session, timed)
-
-
-def _first_token(
-    clusters: dict[int, Process], peers: dict[str, Process], session: Session, *, length: int
-) -> Comparison:
-    def timed(process: Process) -> Callable[[], float]:
-        return lambda: float(ask(process, what="first", prompt=length)["seconds"])
-
-    return _comparison(f"a prompt of {length} tokens: seconds to the first token", clusters, peers, session, timed)
-
-
-def _comparison(
-    name: str,
-    clusters: dict[int, Process],
-    peers: dict[str, Process],
-    session: Session,
-    timed: Timed,
-) -> Comparison:
     first, *others = peers.items()
     variants = [Variant(name=first[0], run=timed(first[1]), role="peer")]
     variants += [Variant(name=_name(n), run=timed(process)) for n, process in clusters.items()]

@@ -8,6 +8,7 @@ world            rank processes that wait for messages, so that variants take tu
 elastic_run      a server and workers of the elastic plane
 mesh_bytes       cases and byte formulas of the mesh plane
 peer_programs    hivemind and Ray as programs of their own
+pipes            JSON lines between a benchmark and the processes that it starts
 processes        commands that are ended with all they have started; bytes between processes
 network          hosts from network namespaces, with limited links
 slow             processes limited to a quarter of their core
@@ -15,7 +16,7 @@ jobs             independent measurements, several at a time
 plot             curves as SVG
 """
 
-from benchmarks.harness.comparison import Comparison, Measured, Target, Variant
+from benchmarks.harness.comparison import Comparison, Measured, Target, Variant, timed
 from benchmarks.harness.session import Session
 
-__all__ = ["Comparison", "Measured", "Session", "Target", "Variant"]
+__all__ = ["Comparison", "Measured", "Session", "Target", "Variant", "timed"]

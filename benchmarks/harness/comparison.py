@@ -14,6 +14,7 @@ between samples made a moment apart; the value of a repeat is the median of its 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -132,6 +133,17 @@ class Measured:
                 for v in comparison.variants
             },
         }
+
+
+def timed(work: Callable[[], object]) -> Callable[[], float]:
+    """Return a function that does the work and returns its seconds."""
+
+    def sample() -> float:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+
+    return sample
 
 
 def orders(variants: Sequence[Variant], *, rounds: int) -> Iterator[list[Variant]]:

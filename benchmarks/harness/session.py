@@ -65,6 +65,9 @@ class Session:
         cells = [[_text(row.get(column)) for column in head] for row in rows]
         print("\n".join([title, *aligned([head, *cells]), ""]), flush=True)
 
+    def conclude(self, target: str, missed: Sequence[str]) -> None:
+        print(f"target, {target}: {'missed by ' + ', '.join(missed) if missed else 'met by all'}\n", flush=True)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "benchmark": self.name,

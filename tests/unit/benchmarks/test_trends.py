@@ -11,7 +11,6 @@ import pytest
 import torch
 from benchmarks import trends
 from benchmarks.harness import Session
-from benchmarks.harness.methods import Method
 from benchmarks.harness.workload import Shape, make_config
 from benchmarks.peers.bare_diloco import BareDiLoCo
 from benchmarks.peers.work import Work
@@ -161,11 +160,3 @@ def test_only_the_groups_that_are_asked_for_are_run(monkeypatch: pytest.MonkeyPa
     assert [title.split(":")[0] for title in session.parameters["tables"]] == ["H", "dropped"]
     assert len(made) == len(set(made)) == 1 + 5 + 3, "H 30 and 0 % dropped are one run"
     assert "verdict" not in session.parameters["tables"]["H: 2000 steps of 128 samples"][0]
-
-
-def test_settings_train_alike_whose_options_come_to_the_same() -> None:
-    method = Method("diloco", {"preset": "wan"})
-    assert Setting("a", method).key == Setting("b", Method("diloco", {"preset": "wan", "codec_k": 128})).key
-    assert Setting("a", method).key != Setting("a", Method("diloco", {"preset": "lan"})).key
-    assert Setting("a", method).key != Setting("a", method, dropped=0.1).key
-    assert Setting("a", method).key != Setting("a", method, workers=2).key
