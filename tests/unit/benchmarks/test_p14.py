@@ -1,4 +1,4 @@
-"""P14: which runs are compared, on which cores they run, and what is said of them."""
+"""P14: which runs are compared, on which cores they run, and their verdicts."""
 
 from __future__ import annotations
 

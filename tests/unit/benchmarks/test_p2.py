@@ -1,4 +1,4 @@
-"""P2's runs over the link itself: which there are, what counts as time, and when they end."""
+"""P2: runs over the link itself, their time and their end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.harness.methods import DDP
 
 
 class Rows:
-    """A program whose rows are known. `taken`: how many were asked for."""
+    """A program with given rows. `taken`: the number of rows read."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self._rows, self.taken = rows, 0
@@ -27,7 +27,7 @@ class Rows:
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Rows:
-    """hivemind's peers: a step every 10 s, and 3 s for evaluating at every second one."""
+    """hivemind's peers: a step every 10 s, and 3 s for an evaluation at every second one."""
     rows = []
     for step in range(1, 9):
         paused = 3.0 * (step // 2)

@@ -1,4 +1,4 @@
-"""The benchmark of diloco's trends: which runs it makes, what it holds them to, and contributions that do not arrive."""
+"""`trends`: its runs, what they are compared with, and lost contributions."""
 
 from __future__ import annotations
 
