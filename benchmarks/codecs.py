@@ -71,8 +71,8 @@ class Passes:
 
     def __init__(self, name: str, options: dict[str, int | bool]) -> None:
         self.packer = Packer([("weight", (SIDE, SIDE))], make_codec(name, **options))
-        said = "".join(f" {k}" if v is True else f" {k} {v}" for k, v in options.items())
-        self.name = f"{name}{said} ({self.gradient.nbytes / self.packer.nbytes:.3g}x)"
+        shown = "".join(f" {k}" if v is True else f" {k} {v}" for k, v in options.items())
+        self.name = f"{name}{shown} ({self.gradient.nbytes / self.packer.nbytes:.3g}x)"
         self.feedback = Feedback()
         self.payload = torch.zeros(self.packer.nbytes, dtype=torch.uint8)
         self.encode()

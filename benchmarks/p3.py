@@ -72,15 +72,15 @@ COLUMNS = [
 
 
 def _syncps(codec: str, **options: Any) -> Case:
-    said = " ".join(f"{value:g}" for value in options.values())
+    strength = " ".join(f"{value:g}" for value in options.values())
     options = {"codec": codec, "worker_update_interval": NEVER, **options}
-    return Case(f"syncps, {codec} {said}".rstrip(), "syncps", options)
+    return Case(f"syncps, {codec} {strength}".rstrip(), "syncps", options)
 
 
 def _edp(codec: str, *, interval: int, **options: Any) -> Case:
-    said = " ".join(f"{value:g}" for value in options.values())
+    strength = " ".join(f"{value:g}" for value in options.values())
     options = {"codec": codec, "worker_update_interval": interval, **options}
-    return Case(f"edp, {codec} {said}".rstrip() + f", pulls every {interval}", "edp", options)
+    return Case(f"edp, {codec} {strength}".rstrip() + f", pulls every {interval}", "edp", options)
 
 
 SETTINGS = [
@@ -127,7 +127,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     runs.complete(DDP, *names, seeds=[SEED])
     rows = [{**runs.row(DDP, SEED), WITHIN: "peer", NOT_ABOVE: "peer"}]
     for name in named:
-        peer = _told(name, train_named(name, steps, seed=SEED))
+        peer = _print_result(name, train_named(name, steps, seed=SEED))
         rows.append({**_against(runs.done[DDP, SEED], peer), "setting": name, WITHIN: "peer"})
     rows += [runs.row(name, SEED) for name in names]
     _check_same_work(rows)
@@ -192,11 +192,11 @@ def _same(name: str) -> str:
 
 def _train(name: str, steps: int, seed: int) -> Message:
     if name in METHODS:
-        return _told(name, train_method(name, steps, seed=seed))
-    return _told(name, train_ours(next(s for s in SETTINGS if s.name == name), steps, seed=seed))
+        return _print_result(name, train_method(name, steps, seed=seed))
+    return _print_result(name, train_ours(next(s for s in SETTINGS if s.name == name), steps, seed=seed))
 
 
-def _told(name: str, done: Message) -> Message:
+def _print_result(name: str, done: Message) -> Message:
     print(f"  {name:<32}{done['megabytes']:10.2f} MB, loss {done['val_loss']:.4f}, {done['seconds']:.0f} s", flush=True)
     return done
 

@@ -67,9 +67,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     name = arguments.shape or ("tiny" if session.quick else "355m" if cuda else "85m")
     ranks = 2 if session.quick else RANKS
     session.name = "p6-gpu" if cuda else "p6"
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = (
-        "65536"  # or glibc keeps much of what was freed, and resident memory says little
-    )
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # else glibc keeps much of what was freed, which counts as resident
     session.parameters = {
         **SHAPES[name].overrides(),
         "ranks": ranks,
@@ -156,8 +154,8 @@ def zero(stage: int, precision: str, parameters: int, ranks: int) -> int:
 
 def counted(sample: dict[str, Any]) -> int:
     """Return the peak by the allocator, if it counts; else by the ledger."""
-    said = sample.get("allocated")
-    return int(sum(sample["peak"]["at"].values())) if said is None else int(said)
+    allocated = sample.get("allocated")
+    return int(sum(sample["peak"]["at"].values())) if allocated is None else int(allocated)
 
 
 def _states(sample: dict[str, Any]) -> int:

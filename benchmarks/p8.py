@@ -146,12 +146,12 @@ def _on_device(session: Session, name: str, device: str, *, count: int) -> None:
 
 
 def _rate(process: Process, places: Iterable[int], count: int) -> Callable[[], float]:
-    """Measure tokens per second of one stream. The prompt of a sample is as long as so many samples as its place says."""
+    """Measure tokens per second of one stream. A sample at place p begins where p samples one after the other would end."""
     waiting = iter(places)
 
     def sample() -> float:
-        told = ask(process, what="tokens", streams=1, count=count, prompt=PROMPT + next(waiting) * count)
-        return float(told["tokens"] / told["seconds"])
+        answer = ask(process, what="tokens", streams=1, count=count, prompt=PROMPT + next(waiting) * count)
+        return float(answer["tokens"] / answer["seconds"])
 
     return sample
 
@@ -166,8 +166,8 @@ def _compare(
 
     def timed(process: Process) -> Callable[[], tuple[float, float | None]]:
         def sample() -> tuple[float, float | None]:
-            told = ask(process, **message)
-            return told["seconds"] / told.get("tokens", 1), told.get("outside_s")
+            answer = ask(process, **message)
+            return answer["seconds"] / answer.get("tokens", 1), answer.get("outside_s")
 
         return sample
 

@@ -32,7 +32,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ WORKERS = 4
 STATE_BYTES = 3 * 4 * 834_304  # weights and two moments
 CHECKPOINT_EVERY = 5
 RUN_FIRST = 12  # steps before the kill
-WAIT_S = 240.0
 ATTEMPTS = 5
 STANDBY_STEPS = 200  # until standby processes have imported what they need
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,8 +59,6 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 RESTARTED = {"fsdp 3, restarted": True, "fsdp 3, no standby": False}
 PEERS = {"torchrun, 1 agent": 1, "torchrun, 4 agents": WORKERS}
-
-_wait = partial(wait_until, within_s=WAIT_S)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,12 +149,12 @@ def recover(strategy: str, overrides: dict[str, Any], victim: int) -> tuple[floa
             def commits() -> list[dict[str, Any]]:
                 return [line for line in history.read(run_dir / "history.jsonl") if line["kind"] == "commit"]
 
-            _wait(lambda: len(commits()) >= RUN_FIRST, process, what=f"{strategy} to train")
+            wait_until(lambda: len(commits()) >= RUN_FIRST, process, what=f"{strategy} to train")
             pid = next(pid for pid in descendants(process.pid) if environment_of(pid).get(WORKER_MARK) == str(victim))
             before = len(commits())
             killed = time.time()
             os.kill(pid, signal.SIGKILL)
-            _wait(lambda: _again(commits(), before, victim) is not None, process, what="its return")
+            wait_until(lambda: _again(commits(), before, victim) is not None, process, what="its return")
             lines = commits()
     again = _again(lines, before, victim)
     assert again is not None
@@ -202,13 +198,13 @@ def start_again(standby: bool, victim: int) -> tuple[float, float]:
                 return [(datetime.fromisoformat(f"{when}+00:00").timestamp(), int(pid)) for when, pid in found]
 
             first = RUN_FIRST + STANDBY_STEPS * standby
-            _wait(lambda: len(steps()) >= first, process, what="fsdp to train")
+            wait_until(lambda: len(steps()) >= first, process, what="fsdp to train")
             done = max(step for _, step in steps()) + 1  # one may be under way
             killed = time.time()
             os.kill(lives(victim)[-1][1], signal.SIGKILL)
-            _wait(lambda: len(lives(0)) > 1, process, what="the restart")
+            wait_until(lambda: len(lives(0)) > 1, process, what="the restart")
             again = lives(0)[-1][0]
-            _wait(lambda: any(t > again and s > done for t, s in steps()), process, what="a new step")
+            wait_until(lambda: any(t > again and s > done for t, s in steps()), process, what="a new step")
             lines = [(t, s) for t, s in steps() if t > again]
     return lines[0][0] - killed, next(t for t, s in lines if s > done) - killed
 
@@ -249,9 +245,9 @@ def _restart(agents: int, victim: int) -> tuple[float, float]:
                 return [(float(when), int(step), int(pid)) for when, step, pid in map(str.split, lines)]
             return []
 
-        _wait(lambda: len(steps()) >= RUN_FIRST, processes[0], what="torchrun to train")
-        everybody = [pid for process in processes for pid in descendants(process.pid)]
-        pid = next(pid for pid in everybody if environment_of(pid).get("RANK") == str(victim))
+        wait_until(lambda: len(steps()) >= RUN_FIRST, processes[0], what="torchrun to train")
+        pids = [pid for process in processes for pid in descendants(process.pid)]
+        pid = next(pid for pid in pids if environment_of(pid).get("RANK") == str(victim))
         before = steps()
         killed = time.time()
         os.kill(pid, signal.SIGKILL)
@@ -261,6 +257,6 @@ def _restart(agents: int, victim: int) -> tuple[float, float]:
             return [line for line in steps() if line[2] not in former]
 
         done = max(step for _, step, _ in before) + 1  # one may have been under way
-        _wait(lambda: any(step > done for _, step, _ in after()), processes[0], what="torchrun's restart")
+        wait_until(lambda: any(step > done for _, step, _ in after()), processes[0], what="torchrun's restart")
         lines = after()
     return lines[0][0] - killed, next(when for when, step, _ in lines if step > done) - killed

@@ -27,7 +27,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import Comparison, Session, Target, Variant
@@ -38,7 +37,6 @@ from smolcluster.errors import SmolclusterError
 EXAMPLE = "python -m benchmarks watched --only logs"
 SHAPE = SHAPES["0.8m"]
 LIMIT = Target(limit=1.01)
-_wait = partial(wait_until, within_s=120.0, poll_s=0.05)
 SETTLE_S = 1.0  # after SIGCONT the page reads what it missed
 VIEWERS = """
 import os, selectors, socket, sys
@@ -93,9 +91,9 @@ def _dashboard(session: Session, *, viewers: int, window_s: float) -> None:
         audience = [sys.executable, "-c", VIEWERS, str(port), str(viewers)]
         with started(endless) as training:
             history = folder / "history.jsonl"
-            _wait(lambda: history.exists() and _commits(history) > 20, training, what="20 steps")
+            wait_until(lambda: history.exists() and _commits(history) > 20, training, what="20 steps")
             with started(page) as shown:
-                _wait(lambda: _listens(port), shown, what="the page")
+                wait_until(lambda: _listens(port), shown, what="the page")
                 with started(audience) as watching:
                     commands = (shown, watching)
                     used = _Used([shown.pid])

@@ -180,14 +180,14 @@ def settings(shape: Shape) -> dict[str, Any]:
 
 def compare(case: MeshCase, shape: Shape, rows: Sequence[Mapping[str, Any]], counts: Path) -> dict[str, Any]:
     """Return the row of the rank whose kernel count is furthest from what the run counted."""
-    said = formula(case, shape)
+    expected = formula(case, shape)
     ranks = []
     for rank in range(case.workers):
         mine = [row for row in rows if row["rank"] == rank and row["step"] > WARM]
         span = mine[-1]["step"] - mine[0]["step"]
         counted_bytes = [(mine[-1][key] - mine[0][key]) / span for key in ("bytes_sent", "bytes_received")]
         kernel = counted.per_step(counted.read_rows(counts / f"{rank}.txt"), interval=1)
-        ranks.append((said[rank], *counted_bytes, *kernel))
+        ranks.append((expected[rank], *counted_bytes, *kernel))
     worst = max(ranks, key=lambda r: max(r[3] / r[1], r[4] / r[2]))
     ratio = max(worst[3] / worst[1], worst[4] / worst[2])
     least = min(min(r[3] / r[1], r[4] / r[2]) for r in ranks)

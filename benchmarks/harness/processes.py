@@ -19,6 +19,7 @@ from smolcluster.errors import SmolclusterError
 
 ROOT = Path(__file__).resolve().parents[2]
 GONE_S = 5.0
+WAIT_S = 300.0
 LAST_TO_GO = "torch_shm"  # torch's daemon that removes shared memory when its processes are gone, then ends by itself
 
 
@@ -100,17 +101,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.005)  # they are not our children, so there is nothing to wait for
 
 
-def wait_until(
-    question: Callable[[], bool], process: subprocess.Popen[bytes], *, what: str, within_s: float, poll_s: float = 0.1
-) -> None:
+def wait_until(question: Callable[[], bool], process: subprocess.Popen[bytes], *, what: str) -> None:
     """Wait for what a process writes to files. Raise if it ends before."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + WAIT_S
     while not question():
         if process.poll() is not None:
             raise SmolclusterError(f"waited for {what}, and the process ended with status {process.returncode}")
         if time.monotonic() > deadline:
-            raise SmolclusterError(f"waited {within_s:g} s for {what}")
-        time.sleep(poll_s)
+            raise SmolclusterError(f"waited {WAIT_S:g} s for {what}")
+        time.sleep(0.1)
 
 
 def free_port() -> int:

@@ -69,7 +69,7 @@ def setup(spec: Message, group: Group) -> Callable[[Message], Message]:
         if message["last"] and hasattr(method, "finish"):
             method.finish()
         seconds, (sent, _) = time.perf_counter() - started, kernel_bytes()
-        group.barrier()  # nobody closes a connection before everybody has counted
+        group.barrier()  # no rank closes a connection before all have counted
         wanted = message["val_samples"]
         device, val_loss = getattr(method, "device", CPU), None
         if group.rank == 0 and wanted != 0:

@@ -194,8 +194,6 @@ class Abuse(Attacks):
                 for codec in frames.CODECS:
                     message = Message(kind=kind, codec=codec, epoch=1, payload=payload)
                     self._provoke(door, result, _to_bytes(message, door))
-        if self.canary.exists():
-            result.wrong.append("code was executed")
 
     def _provoke(self, door: Door, result: Result, data: bytes) -> None:
         result.count += 1

@@ -74,6 +74,8 @@ class Attacks:
             attack(door, result, random.Random(f"{name} {door.name} {seed}"), count)
         except ConnectionRefusedError:
             result.wrong.append("the socket refuses connections")
+        if self.canary.exists():
+            result.wrong.append("code was executed")
         result.seconds = time.monotonic() - began
         result.window = (result.window[0], time.time())
         return result
@@ -117,6 +119,8 @@ def besiege(
         grown = report.growth_mb[who] = (resident_bytes(pid) - before[who]) / 2**20
         if grown > GROWTH_BYTES / 2**20:
             report.wrong.append(f"{who} grew by {grown:.1f} MB")
+    if any(abuse.canary.exists() for abuse, _ in targets):
+        report.wrong.append("code was executed")
     return quiet
 
 

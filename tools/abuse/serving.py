@@ -413,12 +413,12 @@ def attack(
             witness.ask(prompt)
         report.wrong += witness.wrong
         report.steps = len(witness.times)
-        _judge(report, world, canary)
+        _judge(report, world)
     hold_times(report, witness.times, quiet, what="answering")
     return report
 
 
-def _judge(report: Report, world: Served, canary: Path) -> None:
+def _judge(report: Report, world: Served) -> None:
     said = world.log.read_text(errors="replace")
     if "Traceback" in said:
         at = said.index("Traceback")
@@ -427,5 +427,3 @@ def _judge(report: Report, world: Served, canary: Path) -> None:
     lost = re.findall(r"lost (?:stage-0|by-hand): .*", said)
     if len(lost) > report.silences:
         report.wrong.append(f"the front has lost stages: {lost[:3]}")
-    if canary.exists():
-        report.wrong.append("code was executed")

@@ -106,12 +106,12 @@ def attack(
         return report
     report.steps = int(world.summary["steps"])
     calm = _run(run, folder / f"{run}-calm", token=token, steps=report.steps, patient=patient)
-    _judge(report, world, calm, strategy, canary)
+    _judge(report, world, calm, strategy)
     hold_times(report, [row.time for row in world.server.rows()], quiet, what="training")
     return report
 
 
-def _judge(report: Report, world: ElasticWorld, calm: ElasticWorld, strategy: str, canary: Path) -> None:
+def _judge(report: Report, world: ElasticWorld, calm: ElasticWorld, strategy: str) -> None:
     """Compare the run with one without attacks."""
     lines, summary = lines_of(world), world.summary
     report.wrong += history.check(lines)
@@ -124,8 +124,6 @@ def _judge(report: Report, world: ElasticWorld, calm: ElasticWorld, strategy: st
         report.wrong.append(f"the weights after {report.steps} steps are not those of a run without attacks")
     if strategy == "allreduce" and summary["replicas_agree"] is False:
         report.wrong.append("the replicas differ")
-    if canary.exists():
-        report.wrong.append("code was executed")
 
 
 def _run(
