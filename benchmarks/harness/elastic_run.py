@@ -29,7 +29,7 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.local.processes import Child, Inbox, end_all, exit_reason, log_tail, send_line, spawn
-from smolcluster.observe.events import Failed, Phase, RunFinished, StepLogged
+from smolcluster.observe.events import Event, Failed, Phase, RunFinished, StepLogged
 from smolcluster.strategies.base import Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
 
@@ -87,7 +87,7 @@ class ElasticRun:
         self._stack.callback(lambda: end_all(self._children, grace_s=0.0))
         try:
             RunDir(self.folder).create(dump(self.config), resume=False)
-            self._start("server", f"{self._address}:0")
+            send_line(self._spawn("server"), self._spec("server", f"{self._address}:0").to_json())
             workers = [self._spawn(rank) for rank in range(self.config.cluster.num_workers or 1)]
             port = self._port()
             for child in workers:
@@ -104,17 +104,9 @@ class ElasticRun:
         """Wait until the server's rows are enough (return True) or the run has ended (return False)."""
         deadline = time.monotonic() + within_s
         while self._running:
-            child, event = self._next(deadline)
-            if event is None:
-                self._ended(child)
-            elif isinstance(event, Failed):
-                child.failed = event
-            elif isinstance(event, RunFinished):
-                self.summary = event.summary
-            elif isinstance(event, StepLogged) and event.role == "server":
-                self.rows.append(event)
-                if enough(self.rows):
-                    return True
+            event = self._next(deadline)
+            if isinstance(event, StepLogged) and event.role == "server" and enough(self.rows):
+                return True
         return False
 
     def pid(self, who: Who) -> int:
@@ -150,28 +142,30 @@ class ElasticRun:
             os.sched_setaffinity(child.process.pid, {self._cores[who]})
         return child
 
-    def _start(self, who: Who, server: str) -> None:
-        send_line(self._spawn(who), self._spec(who, server).to_json())
-
     def _port(self) -> int:
         deadline = time.monotonic() + 120.0
         while True:
-            child, event = self._next(deadline)
+            event = self._next(deadline)
             if isinstance(event, Phase) and event.name == "port":
                 return int(event.detail)
-            if isinstance(event, Failed):
-                child.failed = event
-            elif event is None:
-                self._ended(child)
 
-    def _next(self, deadline: float) -> tuple[Child, Any]:
+    def _next(self, deadline: float) -> Event | None:
+        """Wait for the next event, and record it. None: a process has ended."""
         try:
             child, event = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             done = self.rows[-1].step if self.rows else 0
             raise SmolclusterError(f"a run of {self.config.strategy.name} hangs at step {done}") from None
         assert child is not None
-        return child, event
+        if event is None:
+            self._ended(child)
+        elif isinstance(event, Failed):
+            child.failed = event
+        elif isinstance(event, RunFinished):
+            self.summary = event.summary
+        elif isinstance(event, StepLogged) and event.role == "server":
+            self.rows.append(event)
+        return event
 
     def _ended(self, child: Child) -> None:
         self._running -= 1
