@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def listing() -> str:
     width = max(map(len, BENCHMARKS))
-    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in BENCHMARKS.items()]
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in BENCHMARKS.items()]
     return "\n".join(
         [
             "usage: python -m benchmarks NAME [--repeats 5] [--quick] [--out FOLDER]",
@@ -30,7 +30,7 @@ def listing() -> str:
 
 
 def parse(name: str, arguments: Sequence[str]) -> tuple[argparse.Namespace, Session]:
-    module = importlib.import_module(BENCHMARKS[name][0])
+    module = importlib.import_module(f"benchmarks.{name}")
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",
         description=module.__doc__,

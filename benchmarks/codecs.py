@@ -4,19 +4,18 @@ One 2048 x 2048 float32 gradient (16 MiB), one thread, warm memory. The peer is 
 does at least once. Three passes are timed: `encode`, `decode`, and `encode` with error feedback, which adds the residual,
 decodes what was encoded and keeps what is left.
 
-There is no target: a codec is worth its time where the bytes it saves take longer to send. The name of each variant says
-how many times fewer bytes that is; a link of 100 Mbit/s needs 1.3 s for the gradient as fp32.
+Target: none. A codec is worth its time where the bytes that it saves take longer to send. The name of each variant has the
+factor by which it reduces them; a link of 100 Mbit/s needs 1.3 s for the gradient in fp32.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness import Comparison, Session, Variant
+from benchmarks.harness import Comparison, Session, Variant, timed
 from smolcluster.comm.codecs import Feedback, Packer, make_codec
 
 EXAMPLE = "python -m benchmarks codecs --quick"
@@ -72,8 +71,8 @@ class Passes:
 
     def __init__(self, name: str, options: dict[str, int | bool]) -> None:
         self.packer = Packer([("weight", (SIDE, SIDE))], make_codec(name, **options))
-        said = "".join(f" {k}" if v is True else f" {k} {v}" for k, v in options.items())
-        self.name = f"{name}{said} ({self.gradient.nbytes / self.packer.nbytes:.3g}x)"
+        shown = "".join(f" {k}" if v is True else f" {k} {v}" for k, v in options.items())
+        self.name = f"{name}{shown} ({self.gradient.nbytes / self.packer.nbytes:.3g}x)"
         self.feedback = Feedback()
         self.payload = torch.zeros(self.packer.nbytes, dtype=torch.uint8)
         self.encode()
@@ -93,12 +92,3 @@ class Passes:
     def encode_with_feedback(self) -> None:
         self.packer.encode([self.gradient], self.payload, key=1, feedback=self.feedback)
         self.feedback.commit()
-
-
-def timed(work: Callable[[], None]) -> Callable[[], float]:
-    def sample() -> float:
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
-
-    return sample

@@ -21,9 +21,9 @@ import tempfile
 from collections.abc import Callable
 
 from benchmarks.harness import Comparison, Session, Target, Variant
-from benchmarks.network import RATES, Network, hosts, measured_rate
-from benchmarks.workload import SHAPES, Shape, make_config
-from benchmarks.world import World
+from benchmarks.harness.network import RATES, Network, hosts, measured_rate
+from benchmarks.harness.workload import SHAPES, Shape, make_config
+from benchmarks.harness.world import World
 from smolcluster.errors import SmolclusterError
 
 EXAMPLE = "python -m benchmarks ddp --link 100mbit --workers 2"
@@ -73,21 +73,20 @@ def _compare(session: Session, shape: Shape, *, size: int, link: str, network: N
         overrides = {"training.device": "cpu", "strategy.name": "allreduce", "data.cache_dir": cache}
         config = make_config(shape, steps=steps, overrides=overrides)
         spec = {"config": config.model_dump(mode="json"), "block": block, "variants": VARIANTS}
-        with World("benchmarks.ddp_rank", size=size, spec=spec, network=network) as world:
-            losses: dict[str, list[float]] = {}
-            session.compare(
+        with World("benchmarks.programs.ddp_rank", size=size, spec=spec, network=network) as world:
+            measured = session.compare(
                 Comparison(
                     name=f"{size} workers, {link}, GPT of {shape.name}: time per step",
-                    variants=[_variant(str(v["name"]), _block(world, str(v["name"]), block, losses)) for v in VARIANTS],
+                    variants=[_variant(str(v["name"]), _block(world, str(v["name"]), block)) for v in VARIANTS],
                     rounds=rounds,
                     warmup=warmup,
                     parameters={**shape.overrides(), "workers": size, "link": link, "steps_per_block": block},
                 )
             )
-        _check_same_work(losses)
+        _check_same_work(measured.beside)
 
 
-def _variant(name: str, sample: Callable[[], float]) -> Variant:
+def _variant(name: str, sample: Callable[[], tuple[float, float]]) -> Variant:
     if name == "ddp again":
         return Variant(name=name, run=sample, role="noise")
     if name.startswith("ddp"):
@@ -97,11 +96,13 @@ def _variant(name: str, sample: Callable[[], float]) -> Variant:
     return Variant(name=name, run=sample, role="extra")
 
 
-def _block(world: World, name: str, block: int, losses: dict[str, list[float]]) -> Callable[[], float]:
-    def sample() -> float:
+def _block(world: World, name: str, block: int) -> Callable[[], tuple[float, float]]:
+    """Return seconds per step, and the loss."""
+
+    def sample() -> tuple[float, float]:
         answers = world.ask({"variant": name})
-        losses.setdefault(name, []).append(sum(a["loss"] for a in answers) / len(answers))
-        return max(float(a["seconds"]) for a in answers) / block
+        loss = sum(a["loss"] for a in answers) / len(answers)
+        return max(float(a["seconds"]) for a in answers) / block, loss
 
     return sample
 

@@ -1,15 +1,15 @@
-"""What the exchange of a round of diloco costs on one device, beside the local steps of that round.
+"""Cost of the exchange of a round of diloco on one device, beside the local steps of that round.
 
 Work: GPT-2 124 M on random tokens, bf16, AdamW, one worker of a group of 4. Its 30 local steps are real, and so are its
 exchanges: the strategy `diloco` encodes its pseudo-gradient, decodes the payloads of all 4, takes the mean and the outer step.
-The other three are pretended: their payloads are real encodings of random pseudo-gradients, made before the clock starts. No
-network is used.
+The other three workers are simulated: their payloads are real encodings of random pseudo-gradients, made before the clock
+starts. No network is used.
 
     compute     30 local steps, without an exchange
     exchange    from the end of the last local step until the next one may begin, as the strategy reports it
     ratio       exchange / compute
 
-Where its time goes, taken in another exchange, in which the device is waited for between the parts:
+Its parts, measured in another exchange that synchronizes the device between them:
 
     pseudo-gradient    the start of the round less the weights
     encode             with error feedback, and the norm of what is sent
@@ -18,8 +18,8 @@ Where its time goes, taken in another exchange, in which the device is waited fo
     mean               over the four
     outer step         of the outer optimizer, and the weights set to the result
 
-The wire is pretended too: the bytes that a worker sends and receives, at 1, 10 and 100 Mbit/s each way. Writing what was
-received to memory is the network's work, and not in the time of the exchange. Per token: of this worker.
+The time on the wire is computed: the bytes that a worker sends and receives, at 1, 10 and 100 Mbit/s each way. Writing received
+bytes to memory belongs to the network, and is not in the time of the exchange. Per token: of this worker.
 
 Target: the exchange takes at most 2 % of the compute of a round of 30 steps, with preset wan and with preset lan.
 """
@@ -39,9 +39,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.elastic import show
 from benchmarks.harness import Session
-from benchmarks.workload import SHAPES, Shape, make_config, make_strategy
+from benchmarks.harness.workload import SHAPES, Shape, make_config, make_strategy
 from smolcluster.comm.codecs import FlatEncoding, chosen_codec
 from smolcluster.comm.gathered_mean import GatheredMean
 from smolcluster.comm.group import Done, Group, Traffic, Work
@@ -98,14 +97,13 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     finally:
         torch.set_num_threads(threads)
     where = f"{device.type}, {tokens:,} tokens per step, {WORKERS} workers, seconds"
-    show(
-        session,
+    session.show(
         f"a round of {LOCAL_STEPS} steps: {where}",
         rows,
         ["method", "step", "compute", "exchange", "ratio", "verdict"],
     )
-    show(session, "the parts of an exchange", rows, ["method", *PARTS])
-    show(session, "seconds per token", rows, ["method", "bytes", "compute per token", "exchange per token", *LINKS])
+    session.show("the parts of an exchange", rows, ["method", *PARTS])
+    session.show("seconds per token", rows, ["method", "bytes", "compute per token", "exchange per token", *LINKS])
 
 
 def _measure(session: Session, name: str, shape: Shape, device: torch.device, batch: int) -> dict[str, Any]:
@@ -132,8 +130,8 @@ def _measure(session: Session, name: str, shape: Shape, device: torch.device, ba
     }
 
 
-class PretendedGroup(Group):
-    """Rank 0 of a group. What the others would send is in `others`; until it is there, they send what rank 0 sends."""
+class SimulatedGroup(Group):
+    """Rank 0 of a simulated group. The others send what is in `others`; while that is empty, what rank 0 sends."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.traffic = 0, WORKERS, Traffic()
@@ -181,7 +179,7 @@ class PretendedGroup(Group):
 
 
 class Worker:
-    """This worker of the pretended group."""
+    """Rank 0 of the simulated group."""
 
     def __init__(
         self, name: str, shape: Shape, device: torch.device, *, batch: int, steps: int, parameters: Mapping[str, Any]
@@ -196,7 +194,7 @@ class Worker:
             "training.compile": parameters["compile"],
         }
         config = make_config(shape, steps=10**6, overrides=overrides)
-        self._device, self._steps, self._step, self._group = device, steps, 0, PretendedGroup()
+        self._device, self._steps, self._step, self._group = device, steps, 0, SimulatedGroup()
         strategy = make_strategy(config, find_task(config), group=self._group, device=device)
         assert isinstance(strategy, DiLoCo)
         self._strategy, self._samples = strategy, batch * parameters["micro_batches"]
@@ -220,7 +218,7 @@ class Worker:
 
     def round(self) -> tuple[float, float]:
         """Return the seconds of a local step without an exchange, and of the exchange."""
-        self._take_step()  # not timed: it does what an exchange has left to be done
+        self._take_step()  # not timed: it completes the last exchange
         synchronize(self._device)
         started = time.perf_counter()
         for _ in range(self._steps - 2):

@@ -7,7 +7,7 @@ directions (root needed).
 How: one world of N processes has all groups; variants take turns, a barrier before each; a sample is the slowest rank's
 seconds for one sum, and every sum is checked. gloo runs a second time as another variant: that is the noise.
 
-The line: a ring moves 2 (N-1)/N S bytes through every host's link, and TCP leaves 95.6 % of a line for the payload. CPU seconds
+The line: a ring sends 2 (N-1)/N S bytes over every host's link, and TCP leaves 95.6 % of a line for the payload. CPU seconds
 are those of all ranks together for each GB that all ranks together sent.
 
 Target: at least 0.94 of the line at 100 Mbit/s; 0.85 at 1 Gbit/s with 40 MB.
@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
-from benchmarks.network import RATES, Network, hosts, measured_rate
-from benchmarks.world import Message, World, serve
+from benchmarks.harness.network import RATES, Network, hosts, measured_rate
+from benchmarks.harness.pipes import Message
+from benchmarks.harness.world import World, serve
 from smolcluster.comm.elastic.collectives.peers import Peers
 from smolcluster.comm.elastic.transport.api import Peer
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
@@ -67,7 +68,7 @@ def _spec(network: Network) -> dict[str, Any]:
 
 
 def line_seconds(link: str, size: int, nbytes: int) -> float:
-    """What the line needs for one sum, and nobody can do without."""
+    """Return the least time of one sum at the line rate."""
     return 2 * (size - 1) / size * nbytes / (RATES[link] / 8 * OF_THE_LINE)
 
 
@@ -75,42 +76,42 @@ def _compare(session: Session, world: World, *, link: str, megabytes: int) -> No
     least_s, size = line_seconds(link, world.size, megabytes * 1_000_000), world.size
     bounded = link == "100mbit" or megabytes == 40
     target = Target(limit=least_s / TARGETS[link], of="median") if bounded else None
-    cpu: dict[str, list[float]] = {}
     comparison = Comparison(
         name=f"{size} hosts, {link}, {megabytes} MB of fp32: time of a sum",
         variants=[
-            Variant(name=GLOO, run=_sums(world, GLOO, megabytes, cpu), role="peer"),
-            Variant(name=TLS, run=_sums(world, TLS, megabytes, cpu), target=target),
-            Variant(name=PLAIN, run=_sums(world, PLAIN, megabytes, cpu), role="extra"),
-            Variant(name=AGAIN, run=_sums(world, GLOO, megabytes, cpu), role="noise"),
+            Variant(name=GLOO, run=_sums(world, GLOO, megabytes), role="peer"),
+            Variant(name=TLS, run=_sums(world, TLS, megabytes), target=target),
+            Variant(name=PLAIN, run=_sums(world, PLAIN, megabytes), role="extra"),
+            Variant(name=AGAIN, run=_sums(world, GLOO, megabytes), role="noise"),
         ],
         rounds=1,
         parameters={"workers": size, "link": link, "megabytes": megabytes, "line_s": least_s},
     )
     measured = session.compare(comparison)
-    _add_figures(measured, least_s, cpu)
+    _add_figures(measured, least_s)
 
 
-def _add_figures(measured: Measured, least_s: float, cpu: dict[str, list[float]]) -> None:
-    """Beside the seconds: the part of the line that was used, and what it cost."""
+def _add_figures(measured: Measured, least_s: float) -> None:
+    """Add the share of the line rate that was reached, and its cost in CPU time."""
     parameters = measured.comparison.parameters
     names = [name for name in measured.samples if name != AGAIN]
     parameters["of_line"] = {name: least_s / measured.median(name) for name in names}
-    parameters["cpu_s_per_gb"] = {name: statistics.median(cpu[name]) for name in names}
-    parameters["cpu_s_per_gb_samples"] = cpu
+    parameters["cpu_s_per_gb"] = {name: statistics.median(measured.beside[name]) for name in names}
+    parameters["cpu_s_per_gb_samples"] = measured.beside
     for name in names:
         of_line, seconds = parameters["of_line"][name], parameters["cpu_s_per_gb"][name]
         print(f"  {name:<12} {of_line:.3f} of the line, {seconds:.2f} CPU s per GB", flush=True)
     print(flush=True)
 
 
-def _sums(world: World, variant: str, megabytes: int, cpu: dict[str, list[float]]) -> Callable[[], float]:
-    def sample() -> float:
+def _sums(world: World, variant: str, megabytes: int) -> Callable[[], tuple[float, float]]:
+    """Return seconds for one sum, and CPU seconds for each GB that was sent."""
+
+    def sample() -> tuple[float, float]:
         count = SUMS[megabytes]
         answers = world.ask({"variant": variant, "megabytes": megabytes, "sums": count})
         gigabytes = count * 2 * (world.size - 1) * megabytes / 1000
-        cpu.setdefault(variant, []).append(sum(a["cpu_s"] for a in answers) / gigabytes)
-        return max(float(a["seconds"]) for a in answers) / count
+        return max(float(a["seconds"]) for a in answers) / count, sum(a["cpu_s"] for a in answers) / gigabytes
 
     return sample
 

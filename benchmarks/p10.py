@@ -1,16 +1,16 @@
-"""P10: how long training stands still for a checkpoint.
+"""P10: how long a checkpoint stops training.
 
-Work: a GPT of 350 M parameters with AdamW (4.2 GB of weights and moments), on a GPU where there is one. Every sample takes a
-training step's worth of state that was just changed, so nothing is cached.
+Work: a GPT of 350 M parameters with AdamW (4.2 GB of weights and moments), on a GPU where there is one. Every sample follows a
+training step, so all state has just changed and nothing is cached.
 
-Compared: the time until training may go on,
+Compared: the time until training continues,
 
     torch.save          of weights and optimizer state, when the file is written
     DCP async           `torch.distributed.checkpoint.async_save`, when it returns
     smolcluster         one copy of the state, as the loop makes it; a thread writes, hashes and flushes it
 
-and, shown beside them, one copy of the state in the machine's memory that exists already, which is the limit. Before the next
-sample everybody's writing is over. Ours is also flushed to the disk and hashed; the peers' files are not.
+and, beside them, one copy of the state to allocated host memory, which is the limit. All writing ends before the next sample.
+Ours is also flushed to the disk and hashed; the peers' files are not.
 
 Target: 20 times shorter than torch.save.
 """
@@ -93,7 +93,7 @@ class State:
         self.nbytes = sum(t.nbytes for t in self.weights().values()) + sum(t.nbytes for t in self.moments().values())
 
     def change(self) -> None:
-        """As a step does. Afterwards the device is idle."""
+        """Take an optimizer step, and wait until the device is idle."""
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.optimizer.step()
@@ -102,7 +102,7 @@ class State:
             torch.cuda.synchronize()
 
     def weights(self) -> dict[str, Tensor]:
-        """Tied ones once."""
+        """Return the weights, tied ones once."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
     def moments(self) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ def dcp_async(state: State, folder: Path) -> float:
 
 
 class Ours:
-    """The saver as the loop uses it: memory for the copy is made ready beforehand."""
+    """The saver as the loop uses it: memory for the copy is allocated beforehand."""
 
     def __init__(self, state: State, folder: Path) -> None:
         self._state, self._step = state, 0
@@ -176,7 +176,7 @@ class Ours:
 
 
 class Copy:
-    """Into memory that is there: pinned, on a GPU."""
+    """Copy the state to allocated memory; pinned for a GPU."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -198,6 +198,6 @@ class Copy:
 
 
 def _settle(path: Path) -> None:
-    """What one has written must not be flushed while the next one's time runs."""
+    """Remove a file or folder and flush the disk, so that this is not in the time of the next sample."""
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     os.sync()

@@ -1,37 +1,34 @@
 """P12: the bytes that every strategy sends and receives, against its formula.
 
-Elastic plane. Compared: `Strategy.plan`, which is the formula in the strategy's docstring, with what the kernel counted on
-the sockets of each worker (plain TCP on loopback): syncps, edp and elastic allreduce with every codec, fsdp stages 0 and 1, on
-2 and 3 workers. The worker that moved most counts.
+Elastic plane. Compared: `Strategy.plan`, which is the formula in the strategy's docstring, with the kernel's count on the
+sockets of each worker (plain TCP on loopback): syncps, edp and elastic allreduce with every codec, fsdp stages 0 and 1, on
+2 and 3 workers. The worker with the most bytes counts.
 
-How: a worker reads its counters at the beginning of every step (`benchmarks/tasks/counted.py`); a step's bytes are the median
-over all stretches of half the run, so that what travels once, at joining, is left out, and so is what happens to be under
-way when they are read. Heartbeats are in, and what a message has around its numbers: a header of 128 bytes, a checksum of 4,
-JSON. The column `over` has all that is beyond the formula, in bytes.
+How: a worker reads its counters at the beginning of every step (`tasks/counted.py`); a step's bytes are the median over all
+windows of half the run, which excludes the state that is sent at joining and bytes in flight at a reading. Included are
+heartbeats and the framing of messages: a header of 128 bytes, a checksum of 4, JSON. The column `over` has all bytes beyond
+the formula.
 
 Target: at most 1.02 of the formula, and 256 bytes for each message that `cost` counts.
 
-Mesh plane (`benchmarks/mesh_bytes.py`): allreduce, fsdp stages 0 to 3 and hybrid, pipeline, tensor and mesh over gloo.
+Mesh plane (`harness/mesh_bytes.py`): allreduce, fsdp stages 0 to 3 and hybrid, pipeline, tensor and mesh over gloo.
 Compared: the formula of each strategy's page, what the run itself has counted, and the kernel. Target: at most 1.02 of what is
-counted, headers included, and nothing missing.
+counted, headers included, and no byte missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import mesh_bytes
-from benchmarks.elastic import ElasticRun, elastic_config, options_of, show
-from benchmarks.harness import Session
+from benchmarks.harness import Session, mesh_bytes
+from benchmarks.harness.elastic_run import ElasticRun, elastic_config, options_of
+from benchmarks.harness.workload import Case, Shape
 from benchmarks.tasks import counted
-from benchmarks.workload import Shape
 from smolcluster.comm.codecs import CODECS
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
@@ -54,16 +51,6 @@ COLUMNS = [
     "received",
     "ratio_received",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    name: str
-    strategy: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def overrides(self) -> dict[str, Any]:
-        return {f"strategy.{key}": value for key, value in self.options.items()}
 
 
 CASES = [
@@ -133,9 +120,9 @@ def run_mesh(session: Session, arguments: argparse.Namespace) -> None:
 def conclude(session: Session, title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
     if not rows:
         return
-    show(session, title, rows, columns)
+    session.show(title, rows, columns)
     missed = [f"{row['strategy']} on {row['workers']}" for row in rows if row["verdict"] != "met"]
-    print(f"target, at most {LIMIT} x and headers: {'missed by ' + ', '.join(missed) if missed else 'met by all'}\n")
+    session.conclude(f"at most {LIMIT} x and headers", missed)
 
 
 def counted_config(shape: Shape, case: Case, *, workers: int, steps: int) -> Config:
@@ -144,7 +131,7 @@ def counted_config(shape: Shape, case: Case, *, workers: int, steps: int) -> Con
 
 
 def moved(config: Config) -> list[tuple[float, float]]:
-    """What each worker sent and received in a step."""
+    """Return what each worker sent and received in a step."""
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts"
         counts.mkdir()
@@ -154,7 +141,7 @@ def moved(config: Config) -> list[tuple[float, float]]:
 
 
 def steps_of(counts: Path, config: Config) -> list[tuple[float, float]]:
-    """From the counters that the workers of a run have left there."""
+    """Return the same from the counters in a folder."""
     found = [counted.per_step(rows, interval=INTERVAL) for rows in counted.read_counts(counts)]
     if len(found) != config.cluster.num_workers:
         raise SmolclusterError(f"{len(found)} of {config.cluster.num_workers} workers have counted")
@@ -173,7 +160,7 @@ def formula(config: Config) -> Cost:
 
 
 def compare(config: Config, workers: list[tuple[float, float]]) -> dict[str, Any]:
-    """A row: the formula, the worker that moved most, and whether it keeps to it."""
+    """Return a row: the formula, the worker with the most bytes, and the verdict."""
     cost = formula(config)
     sent, received = (round(max(values)) for values in zip(*workers, strict=True))
     beyond = max(sent - LIMIT * cost.bytes_sent, received - LIMIT * cost.bytes_received)

@@ -1,14 +1,14 @@
 """P13: start-up.
 
-Help: wall time of `smolcluster --help`, from the start of the process to its end, beside `python -c pass` (the floor) and
-`python -c "import torch"` (what it must not do). It is also checked that torch is not among the modules loaded.
+Help: wall time of `smolcluster --help`, from the start of the process to its end, beside `python -c pass` (the lower bound) and
+`python -c "import torch"` (what it must not do). The modules that it has loaded are checked not to include torch.
 Target: at most 0.3 s.
 
 First step: from the start of the command until its line about step 1 is read from its output. Ours is `smolcluster train`
 on 2 workers, with its launcher, run directory, configuration, data and metrics; the peer is the smallest script that does
-the same with torchrun, gloo and torch DDP (`benchmarks/peers/first_step.py`), on random tokens. Same model, one thread per
-process. Ours is asked for 2 steps, because the last step of a run is evaluated before its line is printed; the rest of the
-run is waited for, and not counted. Caches (compiled Python files, tokens) are warm.
+the same with torchrun, gloo and torch DDP (`peers/first_step.py`), on random tokens. Same model, one thread per
+process. Ours takes 2 steps, because the last step of a run is evaluated before its line is printed; the rest of the run is not
+counted. Caches (compiled Python files, tokens) are warm.
 Target: at most 1.5 times the peer.
 """
 
@@ -20,11 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import Comparison, Session, Target, Variant
-from benchmarks.workload import ROOT, SHAPES, child_environment
+from benchmarks.harness import Comparison, Session, Target, Variant, timed
+from benchmarks.harness.processes import ROOT, child_environment, smolcluster_command, started, train_command
+from benchmarks.harness.workload import SHAPES
 from smolcluster.errors import SmolclusterError
 
 EXAMPLE = "python -m benchmarks p13 --only help"
@@ -50,36 +52,22 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         _first_step(session)
 
 
-def smolcluster_command() -> list[str]:
-    """The installed command, or the module where there is none."""
-    script = Path(sys.executable).parent / "smolcluster"
-    return [str(script)] if script.is_file() else [sys.executable, "-m", "smolcluster"]
-
-
 def _help(session: Session) -> None:
     python = sys.executable
     output = _output([python, "-c", MODULES_AFTER_HELP])
     loaded = "torch is not loaded" not in output
 
-    def timed(command: Sequence[str]) -> Callable[[], float]:
-        def sample() -> float:
-            started = time.perf_counter()
-            _output(command)
-            return time.perf_counter() - started
-
-        return sample
-
     session.compare(
         Comparison(
             name="smolcluster --help: wall time",
             variants=[
-                Variant(name="python -c pass", run=timed([python, "-c", "pass"]), role="peer"),
+                Variant(name="python -c pass", run=timed(partial(_output, [python, "-c", "pass"])), role="peer"),
                 Variant(
                     name="smolcluster --help",
-                    run=timed([*smolcluster_command(), "--help"]),
+                    run=timed(partial(_output, [*smolcluster_command(), "--help"])),
                     target=Target(limit=0.3, of="median"),
                 ),
-                Variant(name="import torch", run=timed([python, "-c", "import torch"]), role="extra"),
+                Variant(name="import torch", run=timed(partial(_output, [python, "-c", "import torch"])), role="extra"),
             ],
             rounds=1 if session.quick else 5,
             parameters={"torch_imported_by_help": loaded},
@@ -98,24 +86,21 @@ def _output(command: Sequence[str]) -> str:
 
 
 def _first_step(session: Session) -> None:
-    numbers = (SHAPE.model_dim, SHAPE.num_layers, SHAPE.num_heads, SHAPE.max_seq_len, SHAPE.batch_size)
     peer = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    peer += ["-m", "benchmarks.peers.first_step", *map(str, numbers)]
+    peer += ["-m", "benchmarks.peers.first_step", *SHAPE.arguments()]
     with tempfile.TemporaryDirectory() as folder:
         counter = itertools.count()
 
         def ours() -> list[str]:
             overrides = {
-                **{key: value for key, value in SHAPE.overrides().items() if value is not None},
+                **SHAPE.overrides(),
                 "training.device": "cpu",
                 "training.eval_samples": SHAPE.batch_size,
                 "training.checkpoint_steps": 0,
                 "data.cache_dir": Path(folder) / "cache",
             }
-            run_dir = Path(folder) / f"run{next(counter)}"
-            command = [*smolcluster_command(), "train", "gpt", "--strategy", "allreduce", "--workers", "2"]
-            command += ["--steps", "2", "--run-dir", str(run_dir)]
-            return [*command, "--override", *(f"{key}={value}" for key, value in overrides.items())]
+            options = ("--strategy", "allreduce", "--workers", "2", "--steps", "2")
+            return train_command(Path(folder) / f"run{next(counter)}", overrides, *options)
 
         session.compare(
             Comparison(
@@ -136,25 +121,13 @@ def _first_step(session: Session) -> None:
 
 
 def _until_first_step(command: Sequence[str]) -> float:
-    """Seconds until the process prints its line about step 1."""
-    with tempfile.TemporaryFile() as errors:
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            command, env=child_environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+    """Return the seconds until the process prints its line about step 1. Wait for its end."""
+    began, seconds = time.perf_counter(), None
+    with started(command, listen=True) as process:
         assert process.stdout is not None
-        seconds = None
-        try:
-            for line in process.stdout:
-                if seconds is None and line.startswith("step 1/"):
-                    seconds = time.perf_counter() - started
-            status = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-        if seconds is None or status != 0:
-            errors.seek(0)
-            words = errors.read().decode(errors="replace").strip()[-2000:]
-            raise SmolclusterError(f"`{' '.join(command[:4])} ...` took no step and ended with {status}: {words}")
+        for line in process.stdout:
+            if seconds is None and line.startswith(b"step 1/"):
+                seconds = time.perf_counter() - began
+        if process.wait() != 0 or seconds is None:
+            raise SmolclusterError(f"no first step; the process ended with status {process.returncode}")
     return seconds

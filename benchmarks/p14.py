@@ -4,14 +4,14 @@ Work: what `smolcluster train` trains without a configuration (`configs/default.
 embedded text, learning rate 3e-3), at context 64, 16 samples per worker and step, 400 steps. The loss is that of the whole
 validation set with the last weights.
 
-Equal samples: on N workers a step of edp takes 16 N samples, whoever computed them, as one of allreduce does; in diloco each
-worker takes local steps of 16. `single` takes batches of 16 N, with the same number of steps and the same schedule of the
-learning rate, which is what `allreduce` computes. Where a run has counted other than 16 N samples per step, `single` takes as
-many steps as these samples make.
+Equal samples: on N workers a step of edp takes 16 N samples, whichever worker computed them, as one of allreduce does; in
+diloco each worker takes local steps of 16. `single` takes batches of 16 N, with the same number of steps and the same schedule
+of the learning rate, which is what `allreduce` computes. Where a run counted other than 16 N samples per step, `single` takes
+as many steps as these samples make.
 
 Compared: `single` against edp and diloco on 2, 4 and 8 workers, with equal workers, and with the last one at a quarter of its
-core (`slow.py`), from the first row on. All of them are real runs of the elastic plane over loopback; a server and each worker
-have a core of their own where there are enough, and `--jobs` runs are under way at once.
+core (`harness/slow.py`), from the first row on. All are real runs of the elastic plane over loopback; the server and each
+worker have a core of their own where there are enough, and `--jobs` runs are made at once.
 
 How: with each seed (weights and order of samples) every case once; a repeat is a seed. The gap is taken between runs of one
 seed; the median over seeds counts.
@@ -34,11 +34,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from benchmarks.elastic import show
 from benchmarks.harness import Session
-from benchmarks.network import ended_by_sigterm
-from benchmarks.p14_run import BATCH, CONTEXT, Order
-from benchmarks.workload import ROOT, child_environment
+from benchmarks.harness.network import ended_by_sigterm
+from benchmarks.harness.processes import ROOT, child_environment
+from benchmarks.programs.p14_run import BATCH, CONTEXT, Order
 from smolcluster.errors import SmolclusterError, UserError
 
 EXAMPLE = "python -m benchmarks p14 --only edp --workers 4 --repeats 3"
@@ -86,7 +85,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     # Other samples than expected: single takes as many.
     run_all(dict.fromkeys(single_of(order, done[order]) for order in orders), cores, jobs, done)
     rows = [row_of(group, done) for group in grouped(orders)]
-    show(session, f"{orders[0].steps} steps, {session.repeats} seeds: the loss above that of single", rows, COLUMNS)
+    session.show(f"{orders[0].steps} steps, {session.repeats} seeds: the loss above that of single", rows, COLUMNS)
 
 
 def cases(session: Session, arguments: argparse.Namespace) -> list[Order]:
@@ -111,14 +110,14 @@ def cases(session: Session, arguments: argparse.Namespace) -> list[Order]:
 
 
 def single_of(order: Order, result: Result | None = None) -> Order:
-    """The run of single on as many samples. `result`: what the other one has used."""
+    """Return the run of single on as many samples. `result`: of the other run."""
     per_step = BATCH * order.workers
     steps = order.steps if result is None else round(result["samples"] / per_step)
     return Order(strategy="single", workers=order.workers, seed=order.seed, steps=steps, tiny=order.tiny)
 
 
 def grouped(orders: Sequence[Order]) -> list[list[Order]]:
-    """The same case with each seed."""
+    """Return the orders of each case, one for each seed."""
     groups: dict[Order, list[Order]] = {}
     for order in orders:
         groups.setdefault(dataclasses.replace(order, seed=0), []).append(order)
@@ -166,7 +165,7 @@ def cores_of(order: Order) -> int:
 
 
 def run_all(orders: Iterable[Order], cores: Sequence[int], jobs: int, done: dict[Order, Result]) -> None:
-    """The longest first, then the largest; what is done is not done again."""
+    """Run the longest first, then the largest. Orders that are in `done` are not run again."""
     waiting = sorted((o for o in orders if o not in done), key=_turn)
     free = list(cores)
     running: dict[Future[Result], tuple[Order, list[int]]] = {}
@@ -208,7 +207,7 @@ def _tell(order: Order, result: Result) -> None:
 
 
 class _Children:
-    """The processes of `p14_run`: none is left at the end of the `with`."""
+    """The processes of `programs/p14_run.py`: none is left at the end of the `with`."""
 
     def __enter__(self) -> _Children:
         self._processes: list[subprocess.Popen[str]] = []
@@ -222,7 +221,7 @@ class _Children:
 
     def run(self, order: Order, cores: Sequence[int]) -> Result:
         text = json.dumps({"order": dataclasses.asdict(order), "cores": list(cores)})
-        command = [sys.executable, "-m", "benchmarks.p14_run", text]
+        command = [sys.executable, "-m", "benchmarks.programs.p14_run", text]
         process = subprocess.Popen(command, env=child_environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
         self._processes.append(process)
         output, _ = process.communicate()

@@ -1,25 +1,26 @@
-"""P2: time to a validation loss between hosts whose links carry 1, 10 and 100 Mbit/s, and a picture of it.
+"""P2: time to a validation loss between hosts with links of 1, 10 and 100 Mbit/s, and a plot of it.
 
 Work: a GPT of 0.8 M parameters (4 layers of 128, context 64, bytes) on the embedded text, 2 workers or more, one thread each,
-the same weights, order of samples, learning rates, clipping and number of steps for everybody.
+the same weights, order of samples, learning rates, clipping and number of steps for all.
 
 Compared: torch DDP, its fp16 hook and its PowerSGD hook of rank 4, DiLoCo as a bare loop over gloo in fp32 (what OpenDiLoCo
 and torchft do: H 30, outer Nesterov 0.7 / 0.9), and ours: allreduce and diloco with each preset, with AdamW and with Muon
 inside, on the mesh plane; edp with int8 on the elastic plane.
 
-How, for all but edp: the loss after a step does not depend on the network, so the curve over steps is taken once, without a
-limit. Then the seconds of a step are measured over each link: whole rounds of diloco, single steps of the others, as many as
-`--repeats` says; the median counts. Time to a loss is steps to it times seconds of a step. So a run of DDP at 1 Mbit/s, which
-would take hours, needs minutes. What is sent once, before the first step, does not count for anybody.
+How, for all but edp: the loss after a step does not depend on the network, so the curve over steps is measured once, without
+a limit. Then the seconds of a step are measured over each link: whole rounds of diloco, single steps of the others, `--repeats`
+times; the median counts. Time to a loss is steps to it times seconds of a step. So a run of DDP at 1 Mbit/s, which would take
+hours, needs minutes. What is sent once, before the first step, does not count.
 
-edp has no such curve: who is ahead depends on the network. It runs over the link itself, until the loss or for `--limit-s`.
-Its server is on the host of worker 0. So does hivemind's Optimizer, where it is installed: an epoch is one batch of each peer,
-gradients travel in fp16, parameters not at all (`peers/`); evaluating does not count. What was not reached has no figure.
+The curve of edp depends on the network, which decides who is ahead. So it runs over the link itself, until the loss or for
+`--limit-s`, with the server on the host of worker 0. So does hivemind's Optimizer, where it is installed: an epoch is one batch
+of each peer, gradients are sent in fp16, parameters not at all (`peers/`); the time of evaluations is subtracted. A method that
+does not reach the loss has no figure.
 
-Hosts are network namespaces (`network.py`): Linux, root and iproute2 are needed. All hosts share this machine's cores, so with
-more workers than cores computing takes longer than it would, for all alike. With `--jobs` J, J methods are measured at once:
-J times `--workers` must not be more than the cores. With `--keep FILE` a run that was stopped goes on where it was. Results are
-drawn again with `python -m benchmarks.p2 RESULTS`.
+Hosts are network namespaces (`harness/network.py`): Linux, root and iproute2 are needed. All hosts share this machine's cores,
+so with more workers than cores computing takes longer, for all alike. With `--jobs` J, J methods are measured at once: J times
+`--workers` must not exceed the cores. With `--keep FILE` an interrupted run continues. `python -m benchmarks.p2 RESULTS` draws
+results again.
 
 Target: 100x / 15x / 2.4x sooner than torch DDP at 1 / 10 / 100 Mbit/s; plain allreduce never later than DDP.
 """
@@ -38,14 +39,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import ElasticRun, elastic_config, show
 from benchmarks.harness import Session
-from benchmarks.jobs import add_job_arguments, call_each
-from benchmarks.methods import BARE, DDP, METHODS, OF_BYTES, OURS, steps_of, training
-from benchmarks.network import hosts
-from benchmarks.picture import draw
-from benchmarks.programs import hivemind_peers, usable
-from benchmarks.workload import ROOT, SHAPES, make_config
+from benchmarks.harness.elastic_run import ElasticRun, elastic_config
+from benchmarks.harness.jobs import add_job_arguments, call_each
+from benchmarks.harness.methods import BARE, DDP, METHODS, OF_BYTES, OURS, steps_of, training
+from benchmarks.harness.network import hosts
+from benchmarks.harness.peer_programs import hivemind_peers, usable
+from benchmarks.harness.plot import draw
+from benchmarks.harness.processes import ROOT
+from benchmarks.harness.workload import SHAPES, make_config
 from smolcluster.errors import UserError
 from smolcluster.observe.events import StepLogged
 
@@ -113,7 +115,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         } | {name: measured[link, name] for name in names if name in OVER_LINKS}
         session.parameters["links"][link] = {"step_s": paces, "over_time": over_time}
         rows = [_row(name, link, paces, over_time, curves, loss) for name in over_time]
-        show(session, f"{size} workers, {link}: time to a validation loss of {loss:.3f}", rows, COLUMNS)
+        session.show(f"{size} workers, {link}: time to a validation loss of {loss:.3f}", rows, COLUMNS)
     if arguments.draw:
         _draw(session.parameters)
 

@@ -1,32 +1,32 @@
 """P3: bytes on the wire for the same tokens, at a loss within 0.01 of torch DDP's.
 
 Work: a GPT of 0.8 M parameters (4 layers of 128, context 64, bytes) on the embedded text, 2 workers, the same weights, order of
-samples, learning rates and number of steps for everybody. The loss is that of the whole validation set after the last step.
+samples, learning rates and number of steps for all. The loss is that of the whole validation set after the last step.
 
 Compared, on the mesh plane, counted by the kernel: torch DDP in fp32 (gloo), its fp16 and PowerSGD hooks, DiLoCo as a bare
-loop, and `diloco` with each preset, AdamW or Muon inside (`methods.py`).
+loop, and `diloco` with each preset, AdamW or Muon inside (`harness/methods.py`).
 
 On the elastic plane: the parameter servers and their codecs at several strengths. syncps encodes both ways; its pulls of fp32
 weights are switched off (all replicas take the same steps without them), while edp needs them. Their bytes are those that left
 any machine, the server included, from the first connection to the last, by the run's summary, which must agree with the
-server's rows (`p12` holds the kernel's counters against the formulas).
+server's rows (`p12` checks the kernel's counters against the formulas).
 
 Named peers, where they are installed (`pip install 'smolcluster[bench]'`), do the same work: a synchronous parameter server
-on Ray, and hivemind's Optimizer, where every peer gives one batch to each epoch (`peers/`): with its defaults, then with its
-compressions and "no state": gradients are averaged, parameters are not. Their bytes are what the kernel counts on TCP
-connections from one machine to another: hivemind's daemons; Ray's nodes, with the server on a machine of its own, as ours.
-What Ray's processes say to each other on one machine does not count.
+on Ray, and hivemind's Optimizer, where every peer contributes one batch to each epoch (`peers/`): with its defaults, then with
+its compressions and "no state": gradients are averaged, parameters are not. Their bytes are what the kernel counts on TCP
+connections between machines: hivemind's daemons; Ray's nodes, with the server on a machine of its own, as ours. Traffic between
+Ray's processes of one machine does not count.
 
-How: one run of each setting with the first seed; then the one with the fewest bytes that is good enough is run with the other
-seeds, beside the run it is held to, and counts if the median of its differences is good enough too; else the next one is tried.
-Every process computes in one thread. With `--jobs` J, J runs are under way at once, of 2 workers each, or 2 and a server; named
+How: one run of each setting with the first seed. Then the setting with the fewest bytes that meets a goal is run with the other
+seeds, beside the run that it is compared with. It counts if the median of the differences meets the goal; else the next one is
+tried. Every process computes with one thread. With `--jobs` J, J runs of 2 workers each, or 2 and a server, run at once; named
 peers run alone. `--only diloco DDP allreduce bare` leaves out the parameter servers.
 
 Targets: 400 times fewer bytes than DDP at a loss within 0.01 of the synchronous run of the same optimizer (with Muon inside:
-`allreduce` with Muon); 2,000 times fewer at a loss not above that of DDP with AdamW, whatever runs inside.
+`allreduce` with Muon); 2,000 times fewer at a loss not above that of DDP with AdamW, with either optimizer.
 
-`megabytes` and `fewer_bytes` have everything, also the weights that travel once at the start, as DDP's do; in short runs of
-what seldom exchanges these are most of it. `fewer_per_step` is without them.
+`megabytes` and `fewer_bytes` include the weights that are sent once at the start, as DDP's do; in short runs of methods that
+exchange seldom these are most of the bytes. `fewer_per_step` excludes them.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import ElasticRun, elastic_config, show
 from benchmarks.harness import Session
-from benchmarks.jobs import add_job_arguments, call_each
-from benchmarks.methods import BARE, DDP, METHODS, MUON_PEER, OURS, steps_of, training
-from benchmarks.programs import hivemind_peers, ray_server, usable
-from benchmarks.workload import Shape, make_config
-from benchmarks.world import Message
+from benchmarks.harness.elastic_run import ElasticRun, elastic_config
+from benchmarks.harness.jobs import add_job_arguments, call_each
+from benchmarks.harness.methods import BARE, DDP, METHODS, MUON_PEER, OURS, steps_of, training
+from benchmarks.harness.peer_programs import hivemind_peers, ray_server, usable
+from benchmarks.harness.pipes import Message
+from benchmarks.harness.workload import Case, Shape, make_config
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
 
@@ -72,26 +71,16 @@ COLUMNS = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    name: str
-    strategy: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def overrides(self) -> dict[str, Any]:
-        return {f"strategy.{key}": value for key, value in self.options.items()}
-
-
-def _syncps(codec: str, **options: Any) -> Setting:
-    said = " ".join(f"{value:g}" for value in options.values())
+def _syncps(codec: str, **options: Any) -> Case:
+    strength = " ".join(f"{value:g}" for value in options.values())
     options = {"codec": codec, "worker_update_interval": NEVER, **options}
-    return Setting(f"syncps, {codec} {said}".rstrip(), "syncps", options)
+    return Case(f"syncps, {codec} {strength}".rstrip(), "syncps", options)
 
 
-def _edp(codec: str, *, interval: int, **options: Any) -> Setting:
-    said = " ".join(f"{value:g}" for value in options.values())
+def _edp(codec: str, *, interval: int, **options: Any) -> Case:
+    strength = " ".join(f"{value:g}" for value in options.values())
     options = {"codec": codec, "worker_update_interval": interval, **options}
-    return Setting(f"edp, {codec} {said}".rstrip() + f", pulls every {interval}", "edp", options)
+    return Case(f"edp, {codec} {strength}".rstrip() + f", pulls every {interval}", "edp", options)
 
 
 SETTINGS = [
@@ -138,18 +127,18 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     runs.complete(DDP, *names, seeds=[SEED])
     rows = [{**runs.row(DDP, SEED), WITHIN: "peer", NOT_ABOVE: "peer"}]
     for name in named:
-        peer = _told(name, train_named(name, steps, seed=SEED))
+        peer = _print_result(name, train_named(name, steps, seed=SEED))
         rows.append({**_against(runs.done[DDP, SEED], peer), "setting": name, WITHIN: "peer"})
     rows += [runs.row(name, SEED) for name in names]
     _check_same_work(rows)
-    show(session, f"{steps} steps, {tokens:,} tokens, {WORKERS} workers", rows, COLUMNS)
+    session.show(f"{steps} steps, {tokens:,} tokens, {WORKERS} workers", rows, COLUMNS)
     if arguments.peers:
         session.name = "p3-peers"
         return
     _confirm_best(session, rows, runs)
 
 
-def _chosen(session: Session, arguments: argparse.Namespace) -> tuple[list[Setting], list[str], list[str]]:
+def _chosen(session: Session, arguments: argparse.Namespace) -> tuple[list[Case], list[str], list[str]]:
     """Of the parameter servers, of the methods in a world of ranks, and of named peers."""
 
     def wanted(name: str) -> bool:
@@ -203,11 +192,11 @@ def _same(name: str) -> str:
 
 def _train(name: str, steps: int, seed: int) -> Message:
     if name in METHODS:
-        return _told(name, train_method(name, steps, seed=seed))
-    return _told(name, train_ours(next(s for s in SETTINGS if s.name == name), steps, seed=seed))
+        return _print_result(name, train_method(name, steps, seed=seed))
+    return _print_result(name, train_ours(next(s for s in SETTINGS if s.name == name), steps, seed=seed))
 
 
-def _told(name: str, done: Message) -> Message:
+def _print_result(name: str, done: Message) -> Message:
     print(f"  {name:<32}{done['megabytes']:10.2f} MB, loss {done['val_loss']:.4f}, {done['seconds']:.0f} s", flush=True)
     return done
 
@@ -227,7 +216,7 @@ def _confirm_best(session: Session, rows: list[dict[str, Any]], runs: Runs) -> N
     for goal in GOALS:
         if confirmed[goal]:
             title = f"the fewest bytes, {goal}, with other seeds ({session.repeats} in all)"
-            show(session, title, confirmed[goal], columns)
+            session.show(title, confirmed[goal], columns)
         else:
             print(f"no setting is {goal}\n")
 
@@ -273,7 +262,7 @@ def _check_same_work(rows: list[dict[str, Any]]) -> None:
 # Ours
 
 
-def train_ours(setting: Setting, steps: int, *, seed: int) -> Message:
+def train_ours(setting: Case, steps: int, *, seed: int) -> Message:
     overrides = {"training.seed": seed, "logging.log_interval": steps, **setting.overrides()}
     config = elastic_config(SHAPE, workers=WORKERS, steps=steps, strategy=setting.strategy, overrides=overrides)
     with tempfile.TemporaryDirectory() as folder, ElasticRun(config, Path(folder) / "run") as run:

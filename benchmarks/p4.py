@@ -4,26 +4,25 @@ Work: a GPT of 0.8 M parameters on the embedded text, 32 samples per worker and 
 learning rates. The time counts until the loss of the global batch, averaged over the last rows, is down to the target. DDP
 and the synchronous strategies follow the same curve, so for them it is a number of steps; edp follows a curve of its own.
 
-Compared: torch DDP with bucket views (gloo) against elastic allreduce and syncps with `cluster.batch_size: auto`, which share
-the same global batch out by measured speed; edp, where nobody waits long; and diloco with rounds of
-16 steps in fp32 (and with preset lan), its batch shared out in the same way. A row of diloco is a round: its loss is the mean
-over the steps that workers took in it, so as many steps count for everybody's mean.
+Compared: torch DDP with bucket views (gloo) against elastic allreduce and syncps with `cluster.batch_size: auto`, which divide
+the same global batch by measured speed; edp, where a worker waits little; and diloco with rounds of 16 steps in fp32 (and with
+preset lan), its batch divided in the same way. A row of diloco is a round: its loss is the mean over the steps that workers
+took in it, so all means are over equally many steps.
 
 Named peers, where they are installed (`pip install 'smolcluster[bench]'`): an asynchronous parameter server on Ray, which
-applies every gradient when it is there, on two nodes, and hivemind's Optimizer, which ends an epoch as soon as all peers
-together have a global batch (`peers/`). A machine is slow with all its processes, daemons included. For hivemind a row's loss
-is that of the fast peer's samples. Who has not reached the loss after some minutes is stopped: the sample is then a lower
-bound, and it is said.
+applies every gradient when it arrives, on two nodes, and hivemind's Optimizer, which ends an epoch as soon as all peers
+together have a global batch (`peers/`). All processes of the slow machine are slowed, daemons included. For hivemind a row's
+loss is that of the fast peer's samples. A peer that has not reached the loss after some minutes is stopped: the sample is then
+a lower bound, and is reported as such.
 
-The slow machine: the fast worker is alone on core 0. The slow one is on core 1 and gets a quarter of it (`slow.py`), for
-computing as for everything else. That begins when the first steps are done, and the clock starts then, with batches still
-equal. The server or coordinator is on core 0: what it computes is taken from the fast worker. Shares are measured, by
-training on both cores at once without any exchange, and the limit follows from them: DDP waits for the slow worker, and
-nobody can do better than the sum of both speeds.
+The slow machine: the fast worker is alone on core 0. The slow one is on core 1 and gets a quarter of it (`harness/slow.py`),
+for computing and communicating. That begins after the first steps; the clock starts then, with batches still equal. The server
+or coordinator is on core 0, so its cost is the fast worker's. Speeds are measured by training on both cores at once without any
+exchange; the limit follows from them: DDP waits for the slow worker, and no method is faster than the sum of both speeds.
 
 How: a run of each in turn, DDP a second time as another variant: that is the noise.
 
-Target: 2.2 times sooner than DDP, diloco 2.4 times; the limit is 2.5 when the share is exactly a quarter.
+Target: 2.2 times sooner than DDP, diloco 2.4 times; the limit is 2.5 when the slow worker has exactly a quarter.
 """
 
 from __future__ import annotations
@@ -35,19 +34,21 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.elastic import ElasticRun, elastic_config
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
+from benchmarks.harness.elastic_run import ElasticRun, elastic_config
+from benchmarks.harness.peer_programs import hivemind_peers, ray_server, usable
+from benchmarks.harness.pipes import Message
+from benchmarks.harness.slow import slowed
+from benchmarks.harness.workload import SHAPES, make_config
+from benchmarks.harness.world import World, serve
 from benchmarks.peers.ddp import DDPTraining
 from benchmarks.peers.work import Work
-from benchmarks.programs import hivemind_peers, ray_server, usable
-from benchmarks.slow import slowed
-from benchmarks.workload import SHAPES, make_config
-from benchmarks.world import Message, World, serve
 from smolcluster.comm.group import Group
 from smolcluster.config.schema import Config
 from smolcluster.engine.elastic import history
@@ -110,8 +111,6 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     share = speeds[SLOW] / speeds[FAST]
     print(f"the slow worker has {share:.3f} of the fast one's speed: the limit is {limit:.2f} x\n", flush=True)
 
-    splits: dict[str, list[list[float]]] = {}
-    stopped: dict[str, list[float]] = {}
     limit_s = 45.0 if session.quick else LIMIT_S
     names = [n for n in OURS if n in (arguments.only or (BESIDE if arguments.peers else OURS))]
     named = usable({n: what for n, what in NAMED.items() if n in (arguments.only or NAMED)})
@@ -119,38 +118,36 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         Comparison(
             name=f"2 workers, one at a quarter of the speed: time to a loss of {loss:g}",
             variants=[
-                Variant(name=DDP, run=lambda: time_of_ddp(loss), role="peer"),
+                Variant(name=DDP, run=partial(time_of_ddp, loss), role="peer"),
                 *(
-                    Variant(name=n, run=_ours(n, loss, splits), target=Target(limit=1 / TARGET_OF.get(n, TARGET)))
+                    Variant(
+                        name=n,
+                        run=partial(time_of_ours, *OURS[n], loss),
+                        target=Target(limit=1 / TARGET_OF.get(n, TARGET)),
+                    )
                     for n in names
                 ),
-                *(Variant(name=n, run=_named(n, loss, stopped, limit_s), role="extra") for n in named),
-                *([] if session.quick else [Variant(name=AGAIN, run=lambda: time_of_ddp(loss), role="noise")]),
+                *(
+                    Variant(name=n, run=partial(time_of_named, *NAMED[n], loss, limit_s=limit_s), role="extra")
+                    for n in named
+                ),
+                *([] if session.quick else [Variant(name=AGAIN, run=partial(time_of_ddp, loss), role="noise")]),
             ],
             warmup=0,
         )
     )
-    _add_figures(measured, names, limit, splits)
-    _add_named(measured, named, stopped, limit_s)
+    _add_figures(measured, names, limit)
+    _add_named(measured, named, limit_s)
     if arguments.peers:
         session.name = "p4-peers"
 
 
-def _ours(name: str, loss: float, splits: dict[str, list[list[float]]]) -> Callable[[], float]:
-    def sample() -> float:
-        seconds, split = time_of_ours(*OURS[name], loss)
-        splits.setdefault(name, []).append(split)
-        return seconds
-
-    return sample
-
-
-def _add_figures(measured: Measured, names: Sequence[str], limit: float, splits: dict[str, list[list[float]]]) -> None:
-    """Beside the seconds: how much sooner, how much of what is possible, who computed how much."""
-    parameters = measured.comparison.parameters
+def _add_figures(measured: Measured, names: Sequence[str], limit: float) -> None:
+    """Add how much sooner each was, its share of the limit, and how many samples each worker computed."""
+    parameters, splits = measured.comparison.parameters, measured.beside
     parameters["times_sooner"] = {name: 1 / measured.ratio(name, DDP) for name in names}
     parameters["of_limit"] = {name: sooner / limit for name, sooner in parameters["times_sooner"].items()}
-    parameters["samples_of_each_worker"] = splits
+    parameters["samples_of_each_worker"] = {name: splits[name] for name in names}
     for name in names:
         sooner, split = parameters["times_sooner"][name], splits[name][-1]
         shares = " and ".join(f"{part:.1f}" for part in split)
@@ -161,19 +158,11 @@ def _add_figures(measured: Measured, names: Sequence[str], limit: float, splits:
     print(flush=True)
 
 
-def _named(name: str, loss: float, stopped: dict[str, list[float]], limit_s: float) -> Callable[[], float]:
-    def sample() -> float:
-        seconds, last = time_of_named(*NAMED[name], loss, limit_s=limit_s)
-        if last is not None:
-            stopped.setdefault(name, []).append(last)
-        return seconds
-
-    return sample
-
-
-def _add_named(measured: Measured, names: Sequence[str], stopped: dict[str, list[float]], limit_s: float) -> None:
-    """How much sooner or later, and who was stopped before the loss was there."""
+def _add_named(measured: Measured, names: Sequence[str], limit_s: float) -> None:
+    """Add how much sooner each named peer was, and the losses of those that were stopped before they reached it."""
     parameters = measured.comparison.parameters
+    ends = {name: [loss for loss in measured.beside[name] if loss is not None] for name in names}
+    stopped = {name: losses for name, losses in ends.items() if losses}
     parameters["named_times_sooner"] = {name: 1 / measured.ratio(name, DDP) for name in names}
     parameters["not_reached"] = {"limit_s": limit_s, "losses": stopped}
     for name in names:
@@ -196,7 +185,7 @@ def reached(curve: Curve, loss: float, *, rows: int = ROWS) -> bool:
 
 
 def time_of_ours(strategy: str, overrides: dict[str, Any], loss: float) -> tuple[float, list[float]]:
-    """Seconds to the loss, and the samples of each worker in a step, at the end."""
+    """Return the seconds to the loss, and the samples of each worker in a step at the end."""
     overrides = {"logging.log_interval": EVERY, **overrides}
     config = elastic_config(SHAPE, workers=2, steps=STEPS, strategy=strategy, overrides=overrides)
     apart = max(EVERY, overrides.get("strategy.inner_steps", 1))  # steps from row to row
@@ -228,7 +217,7 @@ def _split(commits: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def time_of_named(package: str, order: dict[str, Any], loss: float, *, limit_s: float) -> tuple[float, float | None]:
-    """Seconds to the loss, and None; or until it was stopped, and the loss it had then."""
+    """Return the seconds to the loss and None; or the seconds until it was stopped, and its loss then."""
     start = ray_server if package == "ray" else hivemind_peers
     with start(peer_config(), cores=[FAST, SLOW], steps=STEPS, every=EVERY, **order) as program:
         rows = program.rows()
@@ -259,7 +248,7 @@ def time_of_ddp(loss: float) -> float:
 
 
 def measured_speeds(*, seconds: float) -> tuple[list[float], str]:
-    """Samples per second on each core, both at once and without any exchange; and by what the second is slow."""
+    """Return the samples per second on each core, both at once and without any exchange; and how the second is slowed."""
     with _ddp_world() as world:
         world.ask({"op": "speed", "seconds": seconds / 5})  # warm
         with slowed(world.pid(SLOW), core=SLOW) as how:
@@ -278,7 +267,7 @@ def _ddp_world() -> World:
 
 
 def _train(world: World, curve: Curve) -> Curve:
-    """One row more: the time at which the slower rank had the step, and the mean loss."""
+    """Add a row: the time at which the slower rank had taken the step, and the mean loss."""
     answers = world.ask({"op": "train"})
     curve.append((max(a["time"] for a in answers), statistics.mean(a["loss"] for a in answers)))
     return curve

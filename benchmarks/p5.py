@@ -1,14 +1,14 @@
 """P5: the bubble of a pipeline, against its formula.
 
-Compared: the time that ranks stand idle in a step, as a share of the time they work, measured from the time line of a real
-step (`--draw-schedule`), with the formula:
+Compared: the idle time of ranks in a step, as a share of their working time, measured from the timeline of a real step
+(`--draw-schedule`), with the formula:
 
     gpipe, 1f1b         (p-1)/m
     interleaved         (p-1)/(v m)
-    zero-bubble, zbv    towards 0: shown beside them, not judged
+    zero-bubble, zbv    towards 0: shown, without a verdict
 
-How: p processes run layers that rest for a while instead of computing (`benchmarks/tasks/resting.py`), so that they do not
-fight for processors. What the engine itself takes, sending included, counts against us.
+How: p processes run layers that sleep instead of computing (`tasks/resting.py`), so that they do not compete for cores. The
+overhead of the engine, sending included, counts against us.
 
 Target: within 3 points of the formula, for p = 4 and m = 8, 16, 32.
 """
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import smolcluster
-from benchmarks.elastic import show
 from benchmarks.harness import Session
 from benchmarks.tasks import resting
 
@@ -53,14 +52,13 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
             samples = [measure(schedule, ranks, per_rank, count) for _ in range(session.repeats)]
             rows.append(row(schedule, ranks, per_rank, count, samples))
             print(f"  {schedule}, {count} micro-batches: {rows[-1]['verdict']}", flush=True)
-    show(
-        session,
+    session.show(
         "idle time per working time",
         rows,
         ["schedule", "microbatches", "formula", "bubble", "points", "verdict"],
     )
     missed = [f"{r['schedule']} {r['microbatches']}" for r in rows if r["verdict"] == "missed"]
-    print(f"target, within {POINTS:g} points: {'missed by ' + ', '.join(missed) if missed else 'met by all'}\n")
+    session.conclude(f"within {POINTS:g} points", missed)
 
 
 def row(schedule: str, ranks: int, per_rank: int, count: int, samples: list[float]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ Compared, for P parameters on N ranks with Adam, in bytes:
     the same in fp32       16 P   8 P + 8 P/N    4 P + 12 P/N   16 P/N
     what this run holds    `Strategy.plan`; see fsdp.py
 
-How: four real processes on CPUs, each with a ledger of its tensors (`compute/ledger.py`); the rank with most counts. Beside it
-the growth of the process in resident memory, of which the kernel keeps the peak. With --device cuda one rank runs on the GPU
-as if there were three more, whose exchanges do nothing, and torch's allocator counts; what the GPU's libraries keep for
-themselves is added to the forecast. Samples are few, so that activations hardly count. The peer is FSDP2 as its tutorial has
-it, AdamW on `fully_shard`. The forecast is that of `smolcluster plan --memory`.
+How: four real processes on CPUs, each with a ledger of its tensors (`compute/ledger.py`); the highest peak counts.
+Beside it the growth of the process in resident memory, whose peak the kernel keeps. With --device cuda one rank runs on the GPU
+in a fake group of four, whose collectives do nothing, and torch's allocator counts; the workspace of the GPU's libraries is
+added to the forecast. Samples are few, so that activations are small. The peer is FSDP2 as in its tutorial, AdamW on
+`fully_shard`. The forecast is that of `smolcluster plan --memory`.
 
 Targets: at most 1.05 of ZeRO's formula, states and peak. The forecast: median error at most 5 %, never more than 5 % too low.
 """
@@ -19,19 +19,18 @@ Targets: at most 1.05 of ZeRO's formula, states and peak. The forecast: median e
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 from typing import Any
 
 import torch
 
-from benchmarks.elastic import show
 from benchmarks.harness import Session
-from benchmarks.workload import Shape, child_environment, make_config
-from benchmarks.world import World
+from benchmarks.harness.pipes import ask
+from benchmarks.harness.processes import started
+from benchmarks.harness.workload import Shape, make_config
+from benchmarks.harness.world import World
 from smolcluster.compute.device import choose_device
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError, UserError
@@ -68,9 +67,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     name = arguments.shape or ("tiny" if session.quick else "355m" if cuda else "85m")
     ranks = 2 if session.quick else RANKS
     session.name = "p6-gpu" if cuda else "p6"
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = (
-        "65536"  # or glibc keeps much of what was freed, and resident memory says little
-    )
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # else glibc keeps much of what was freed, which counts as resident
     session.parameters = {
         **SHAPES[name].overrides(),
         "ranks": ranks,
@@ -89,10 +86,10 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         for stage in arguments.stages:
             rows.append(compare(session, subject, stage, precision))
             print(f"  {precision}, stage {stage}: {rows[-1]['verdict']}", flush=True)
-    show(session, f"bytes of a rank, {subject.shape.parameters:,} parameters on {ranks} ranks", rows, COLUMNS)
+    session.show(f"bytes of a rank, {subject.shape.parameters:,} parameters on {ranks} ranks", rows, COLUMNS)
     missed = [f"{row['precision']} {row['stage']}" for row in rows if row["verdict"] != "met"]
     errors = [row["error"] for row in rows]
-    print(f"target, at most {LIMIT} x the formula: {'missed by ' + ', '.join(missed) if missed else 'met by all'}")
+    session.conclude(f"at most {LIMIT} x the formula", missed)
     low = min(errors)
     good = statistics.median(map(abs, errors)) <= ERROR and low >= -ERROR
     print(
@@ -146,7 +143,7 @@ def compare(session: Session, subject: Workload, stage: int, precision: str) -> 
 
 
 def zero(stage: int, precision: str, parameters: int, ranks: int) -> int:
-    """ZeRO's formula: bytes that stay and bytes that are shared out, for each parameter."""
+    """Return ZeRO's formula: bytes of each parameter that every rank has, and bytes that are sharded."""
     table = {
         "fp32": [(16, 0), (8, 8), (4, 12), (0, 16)],
         "bf16": [(16, 0), (4, 12), (2, 14), (0, 16)],
@@ -156,9 +153,9 @@ def zero(stage: int, precision: str, parameters: int, ranks: int) -> int:
 
 
 def counted(sample: dict[str, Any]) -> int:
-    """By the allocator where there is one; else by the ledger."""
-    said = sample.get("allocated")
-    return int(sum(sample["peak"]["at"].values())) if said is None else int(said)
+    """Return the peak by the allocator, if it counts; else by the ledger."""
+    allocated = sample.get("allocated")
+    return int(sum(sample["peak"]["at"].values())) if allocated is None else int(allocated)
 
 
 def _states(sample: dict[str, Any]) -> int:
@@ -171,15 +168,11 @@ def most(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(config: Config, message: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    """What each rank of a new world has seen; on a GPU the one rank that is real."""
+    """Return what each rank of a new world has measured; on a GPU, what its only real rank has."""
     plain = config.model_dump(mode="json")
     if config.training.device == "cpu":
-        with World("benchmarks.p6_rank", size=size, spec={"config": plain}) as world:
+        with World("benchmarks.programs.p6_rank", size=size, spec={"config": plain}) as world:
             return world.ask(message)
-    order = json.dumps({"config": plain, "size": size, "message": message}).encode() + b"\n"
-    command = [sys.executable, "-m", "benchmarks.p6_rank", "alone"]
-    ended = subprocess.run(command, input=order, capture_output=True, env=child_environment(threads=4), check=False)
-    if ended.returncode:
-        words = ended.stderr.decode(errors="replace").strip()[-3000:]
-        raise SmolclusterError(f"the rank on the GPU ended with status {ended.returncode}:\n{words}")
-    return [json.loads(ended.stdout)]
+    command = [sys.executable, "-m", "benchmarks.programs.p6_rank", "alone"]
+    with started(command, environ={"OMP_NUM_THREADS": "4"}, listen=True) as process:
+        return [ask(process, config=plain, size=size, message=message)]

@@ -1,9 +1,8 @@
-"""P7: what does smolcluster cost on one worker?
+"""P7: the overhead of smolcluster on one worker.
 
 Compared: the real `engine.loop.Loop` (sampler, dataset, seeds per step, meter, a row of metrics.jsonl every 10 steps) with
-strategy `single`, and with `allreduce` in a world of 1, against the bare loop in `benchmarks/peers/bare.py`. Same process,
-same weights, batches, fused AdamW, clipping and learning rates; that the losses agree is checked at the end. No evaluation
-and no checkpoints.
+strategy `single`, and with `allreduce` in a world of 1, against the bare loop in `peers/bare.py`. Same process, weights,
+batches, fused AdamW, clipping and learning rates; the losses are checked to agree at the end. No evaluation and no checkpoints.
 
 How: blocks of steps in turn, seconds per step of a block. `Loop.run` is called once per block; it logs one row more than
 a run without blocks would (the first step of each), which counts against us. The bare loop runs a second time as another
@@ -27,8 +26,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Comparison, Session, Target, Variant
+from benchmarks.harness.workload import SHAPES, Shape, make_config, make_strategy, recipe_of
 from benchmarks.peers.bare import BareLoop
-from benchmarks.workload import SHAPES, Shape, make_config, make_strategy, recipe_of
 from smolcluster.comm.mesh.rendezvous import RankPlace, connect
 from smolcluster.compute.device import choose_device, synchronize
 from smolcluster.compute.rng import seed_everything

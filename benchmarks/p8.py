@@ -3,17 +3,17 @@
 Every stage is a process with one thread, on loopback, or each on a host of its own behind a limited link (network
 namespaces; then with a token and TLS). Peers have one thread too: our own GPT with its cache in one process,
 `transformers` generate where it is installed, and as many processes with bare sockets and nothing around them, which show
-what it costs that a process sleeps while another computes. Greedy, the same prompts; activations travel in fp16.
+the cost of a process that sleeps while another computes. Greedy, the same prompts; activations are sent in fp16.
 
     one stream      seconds per token, after the first
     eight streams   the same, of all together
     first token     of a prompt of 256 tokens
 
-Beside it, for one stream: the time of a token's way in which no stage computed, by the stages' own clocks. It is what sockets
-and everything of ours cost, and no part of it is the layers', whose time differs from sample to sample.
+Beside it, for one stream: the part of a token's round trip in which no stage computed, by the stages' own clocks. It is the
+cost of sockets and of our code around the layers, without the layers' time, which differs from sample to sample.
 
-Limit for S stages and one stream: what one process computes, and S + 1 hops of a plain TCP message of the activations' size,
-to a process that has slept for 20 ms, as a stage has between two tokens (waking up takes longer than the way).
+Limit for S stages and one stream: the time of one process, and S + 1 hops of a plain TCP message of the activations' size,
+to a process that has slept for 20 ms, as a stage has between two tokens (waking up takes longer than the transfer).
 Here all stages share this machine's cores: with one stream they work one after the other, as on machines of their own; with
 eight at most as many at once as there are cores.
 
@@ -22,7 +22,7 @@ Target: one stream at 95 % of the limit or more; eight streams at least 0.9 S ti
 With --device, another measurement: one stage on that device (bf16 on a GPU), one stream, tokens per second.
 
     repeated lengths    every sample has the same lengths of the cache
-    fresh lengths       no two samples have a length in common: a kernel that is planned for each length shows here
+    fresh lengths       no two samples share a length: a kernel that is planned for each length shows here
     bare loop           the same model in one process, nothing around it
 
 Target: fresh lengths at 90 % of repeated ones or more.
@@ -32,14 +32,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import repeat
 from pathlib import Path
@@ -48,9 +45,10 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Comparison, Measured, Session, Variant
-from benchmarks.network import Network, check_possible, hosts
-from benchmarks.p8_front import PROMPT
-from benchmarks.workload import ROOT, child_environment
+from benchmarks.harness.network import Network, hosts
+from benchmarks.harness.pipes import ask, receive
+from benchmarks.harness.processes import free_port, started
+from benchmarks.programs.p8_front import PROMPT
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.engine.checkpoint.export_hf import write_folder
 from smolcluster.errors import SmolclusterError, UserError
@@ -62,6 +60,8 @@ EXAMPLE = "python -m benchmarks p8 --model smollm2 --link 100mbit"
 PORT = 29700
 HOPS = 100
 START_S = 180.0
+
+Process = subprocess.Popen[bytes]  # that answers the messages of `programs/p8_front.py`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,6 @@ def _over_stages(session: Session, arguments: argparse.Namespace, *, count: int)
         model = _model(folder, arguments.model, quick=session.quick)
         network = None
         if arguments.link != "loopback":
-            check_possible()
             network = stack.enter_context(hosts(1 + max(numbers), rate=arguments.link))
         clusters = {n: stack.enter_context(_cluster(model, n, network)) for n in numbers}
         peers = {"one process": stack.enter_context(_peer(model, "ours"))}
@@ -102,16 +101,21 @@ def _over_stages(session: Session, arguments: argparse.Namespace, *, count: int)
         config = find_source(model).config
         hop_s = _hop_s(network, size=2 * config.model_dim + 400)
         session.parameters = {"config": asdict(config), "link": arguments.link, "count": count, "hop_s": hop_s}
-        outside: dict[str, list[float]] = {}
-        alone = session.compare(_compare("1 stream", clusters, peers | bare, session, outside, streams=1, count=count))
-        together = session.compare(_compare("8 streams", clusters, peers, session, {}, streams=8, count=count))
         length = min(256, config.max_seq_len - 8)
-        session.compare(_first_token(clusters, peers | bare, session, length=length))
-        _judge(session, alone, together, numbers, hop_s, {name: statistics.median(o) for name, o in outside.items()})
+        tokens, first = {"what": "tokens", "count": count}, {"what": "first", "prompt": length}
+        alone = session.compare(
+            _compare("1 stream: seconds per token", clusters, peers | bare, session, streams=1, **tokens)
+        )
+        together = session.compare(
+            _compare("8 streams: seconds per token", clusters, peers, session, streams=8, **tokens)
+        )
+        name = f"a prompt of {length} tokens: seconds to the first token"
+        session.compare(_compare(name, clusters, peers | bare, session, **first))
+        _judge(session, alone, together, numbers, hop_s)
 
 
 def _on_device(session: Session, name: str, device: str, *, count: int) -> None:
-    """One stage and a bare loop on this device, over lengths of the cache that are new and over the same ones again."""
+    """Compare one stage and a bare loop on this device, over fresh lengths of the cache and over repeated ones."""
     session.name = f"p8-{name}-{device}"
     rounds = 1 if session.quick else 2
     samples = 1 + session.repeats * rounds  # warm-up too
@@ -141,13 +145,13 @@ def _on_device(session: Session, name: str, device: str, *, count: int) -> None:
         print(f"{who}: fresh lengths at {share:.1%} of repeated ones (target 90 %: {verdict})")
 
 
-def _rate(asked: Asked, places: Iterable[int], count: int) -> Callable[[], float]:
-    """Tokens per second of one stream. Each sample takes the next place: the prompt is as long as so many samples."""
+def _rate(process: Process, places: Iterable[int], count: int) -> Callable[[], float]:
+    """Measure tokens per second of one stream. A sample at place p begins where p samples one after the other would end."""
     waiting = iter(places)
 
     def sample() -> float:
-        told = asked.ask(what="tokens", streams=1, count=count, prompt=PROMPT + next(waiting) * count)
-        return float(told["tokens"] / told["seconds"])
+        answer = ask(process, what="tokens", streams=1, count=count, prompt=PROMPT + next(waiting) * count)
+        return float(answer["tokens"] / answer["seconds"])
 
     return sample
 
@@ -155,70 +159,22 @@ def _rate(asked: Asked, places: Iterable[int], count: int) -> Callable[[], float
 # What is compared
 
 
-class Asked:
-    """A process that is asked by lines."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self._read()  # it is ready
-
-    def ask(self, **said: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(said).encode() + b"\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with contextlib.suppress(ValueError):
-                told: dict[str, Any] = json.loads(line)
-                return told
-        raise SmolclusterError(f"a process of the benchmark has ended with status {self._process.wait()}")
-
-
 def _compare(
-    name: str,
-    clusters: dict[int, Asked],
-    peers: dict[str, Asked],
-    session: Session,
-    outside: dict[str, list[float]],
-    *,
-    streams: int,
-    count: int,
+    name: str, clusters: dict[int, Process], peers: dict[str, Process], session: Session, **message: Any
 ) -> Comparison:
-    names = {asked: _name(n) for n, asked in clusters.items()}
+    """Compare the answers to a message: seconds, or seconds per token, and the time outside the layers beside it."""
 
-    def timed(asked: Asked) -> Callable[[], float]:
-        def sample() -> float:
-            told = asked.ask(what="tokens", streams=streams, count=count)
-            if asked in names:
-                outside.setdefault(names[asked], []).append(told["outside_s"])
-            return float(told["seconds"] / told["tokens"])
+    def timed(process: Process) -> Callable[[], tuple[float, float | None]]:
+        def sample() -> tuple[float, float | None]:
+            answer = ask(process, **message)
+            return answer["seconds"] / answer.get("tokens", 1), answer.get("outside_s")
 
         return sample
 
-    return _comparison(f"{name}: seconds per token", clusters, peers, session, timed)
-
-
-def _first_token(clusters: dict[int, Asked], peers: dict[str, Asked], session: Session, *, length: int) -> Comparison:
-    def timed(asked: Asked) -> Callable[[], float]:
-        return lambda: float(asked.ask(what="first", prompt=length)["seconds"])
-
-    return _comparison(f"a prompt of {length} tokens: seconds to the first token", clusters, peers, session, timed)
-
-
-def _comparison(
-    name: str,
-    clusters: dict[int, Asked],
-    peers: dict[str, Asked],
-    session: Session,
-    timed: Callable[[Asked], Callable[[], float]],
-) -> Comparison:
     first, *others = peers.items()
     variants = [Variant(name=first[0], run=timed(first[1]), role="peer")]
-    variants += [Variant(name=_name(n), run=timed(asked)) for n, asked in clusters.items()]
-    variants += [Variant(name=other, run=timed(asked), role="extra") for other, asked in others]
+    variants += [Variant(name=_name(n), run=timed(process)) for n, process in clusters.items()]
+    variants += [Variant(name=other, run=timed(process), role="extra") for other, process in others]
     variants += [Variant(name=f"{first[0]} again", run=timed(first[1]), role="noise")]
     return Comparison(name=name, variants=variants, rounds=1 if session.quick else 2)
 
@@ -227,14 +183,7 @@ def _name(stages: int) -> str:
     return f"{stages} stage{'s' * (stages > 1)}"
 
 
-def _judge(
-    session: Session,
-    alone: Measured,
-    together: Measured,
-    numbers: list[int],
-    hop_s: float,
-    outside: dict[str, float],
-) -> None:
+def _judge(session: Session, alone: Measured, together: Measured, numbers: list[int], hop_s: float) -> None:
     rows, base = [], alone.comparison.peers[0].name
     for n in numbers:
         name = _name(n)
@@ -244,16 +193,17 @@ def _judge(
         of_bare = statistics.median(bare / ours for bare, ours in pairs)
         ratios = zip(alone.medians(name), together.medians(name), strict=True)
         gain = statistics.median(single / eight for single, eight in ratios)
+        outside_s = statistics.median(alone.beside[name])
         figures = {
             "share_of_limit": share,
             "share_of_bare": of_bare,
-            "outside_s": outside[name],
+            "outside_s": outside_s,
             "eight_over_one": gain,
         }
         rows.append({"stages": n, **figures})
         print(
             f"{name}: {share:.1%} of the limit (target 95 %: {'met' if share >= 0.95 else 'missed'}), "
-            f"{of_bare:.1%} of bare sockets between the same processes, {outside[name] * 1e3:.2f} ms outside the layers, "
+            f"{of_bare:.1%} of bare sockets between the same processes, {outside_s * 1e3:.2f} ms outside the layers, "
             f"8 streams {gain:.2f} x one (target {0.9 * n:g}: {'met' if gain >= 0.9 * n else 'missed'})"
         )
     print(f"a hop of a plain TCP message: {hop_s * 1e3:.3f} ms\n")
@@ -264,34 +214,14 @@ def _judge(
 
 
 @contextlib.contextmanager
-def _process(command: list[str], *, host: int | None, network: Network | None, token: str | None) -> Iterator[Any]:
-    environ = child_environment() | ({"SMOLCLUSTER_TOKEN": token} if token is not None else {})
-    inside = [] if network is None or host is None else ["ip", "netns", "exec", network.namespace(host)]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([*inside, *command], env=environ, cwd=ROOT, stdin=pipe, stdout=pipe)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for end in (process.stdin, process.stdout):
-            if end is not None:
-                end.close()
-
-
-@contextlib.contextmanager
-def _cluster(model: str, stages: int, network: Network | None, *, device: str = "cpu") -> Iterator[Asked]:
-    port = PORT + stages
-    token = None if network is None else new_token()
-    address = f"{'127.0.0.1' if network is None else network.address(0)}:{port}"
-    front = [sys.executable, "-m", "benchmarks.p8_front", model, str(stages), address]
+def _cluster(model: str, stages: int, network: Network | None, *, device: str = "cpu") -> Iterator[Process]:
+    environ = {} if network is None else {"SMOLCLUSTER_TOKEN": new_token()}
+    address = f"{_host(network, 0)}:{PORT + stages}"
+    front = [sys.executable, "-m", "benchmarks.programs.p8_front", model, str(stages), address]
     stage = [sys.executable, "-m", "smolcluster", "stage", "--server", address, "--device", device, "--threads", "1"]
-    with contextlib.ExitStack() as stack:
-        led = stack.enter_context(_process(front, host=0, network=network, token=token))
-        for number in range(stages):
-            command = [*stage, "--name", f"s{number}", "--with-parent"]
-            stack.enter_context(_process(command, host=1 + number, network=network, token=token))
-        yield _within(lambda: Asked(led))
+    commands = [front, *([*stage, "--name", f"s{number}", "--with-parent"] for number in range(stages))]
+    with _ready(commands, network, environ) as process:
+        yield process
 
 
 def _bare_name(stages: int) -> str:
@@ -299,44 +229,37 @@ def _bare_name(stages: int) -> str:
 
 
 @contextlib.contextmanager
-def _bare(model: str, stages: int, network: Network | None) -> Iterator[Asked]:
-    """The front is the first of the circle, as it is of ours."""
+def _bare(model: str, stages: int, network: Network | None) -> Iterator[Process]:
+    """Start bare stages in a ring. The front is the first process, as in ours."""
     port = PORT + 100 + 10 * stages
-    hosts_of = ["127.0.0.1" if network is None else network.address(host) for host in range(stages + 1)]
-    addresses = [f"{host}:{port + place}" for place, host in enumerate(hosts_of)]
-    with contextlib.ExitStack() as stack:
-        started = []
-        for host in range(stages + 1):
-            here, behind = addresses[host], addresses[(host + 1) % (stages + 1)]
-            command = [sys.executable, "-m", "benchmarks.peers.bare_stages", model, str(stages), str(host - 1)]
-            started.append(
-                stack.enter_context(_process([*command, here, behind], host=host, network=network, token=None))
-            )
-        yield _within(lambda: Asked(started[0]))
+    addresses = [f"{_host(network, host)}:{port + host}" for host in range(stages + 1)]
+    command = [sys.executable, "-m", "benchmarks.peers.bare_stages", model, str(stages)]
+    ends = zip(addresses, [*addresses[1:], addresses[0]], strict=True)
+    commands = [[*command, str(place), *pair] for place, pair in enumerate(ends, start=-1)]
+    with _ready(commands, network) as process:
+        yield process
+
+
+def _peer(model: str, kind: str, *, device: str = "cpu") -> contextlib.AbstractContextManager[Process]:
+    return _ready([[sys.executable, "-m", "benchmarks.peers.one_process", model, kind, device]], None)
 
 
 @contextlib.contextmanager
-def _peer(model: str, kind: str, *, device: str = "cpu") -> Iterator[Asked]:
-    command = [sys.executable, "-m", "benchmarks.peers.one_process", model, kind, device]
-    with _process(command, host=None, network=None, token=None) as process:
-        yield _within(lambda: Asked(process))
+def _ready(
+    commands: Sequence[Sequence[str]], network: Network | None, environ: Mapping[str, str] | None = None
+) -> Iterator[Process]:
+    """Start each command on a host of its own. Yield the first process, once it reports that it is ready."""
+    with contextlib.ExitStack() as stack:
+        first, *_ = [
+            stack.enter_context(started(command, listen=True, environ=environ, network=network, host=host))
+            for host, command in enumerate(commands)
+        ]
+        receive(first, within_s=START_S)
+        yield first
 
 
-def _within(make: Callable[[], Asked]) -> Asked:
-    found: list[Asked | SmolclusterError] = []
-
-    def work() -> None:
-        try:
-            found.append(make())
-        except SmolclusterError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(START_S)
-    if not found or isinstance(found[0], SmolclusterError):
-        raise found[0] if found and isinstance(found[0], SmolclusterError) else SmolclusterError("not ready in time")
-    return found[0]
+def _host(network: Network | None, number: int) -> str:
+    return "127.0.0.1" if network is None else network.address(number)
 
 
 _ECHO = """
@@ -371,15 +294,14 @@ print(statistics.median(times) / 2)
 
 
 def _hop_s(network: Network | None, *, size: int) -> float:
-    """One way of a plain TCP message of this size, between two hosts or on loopback."""
-    host = "127.0.0.1" if network is None else network.address(0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    with _process([sys.executable, "-c", _ECHO, host, port, str(size)], host=0, network=network, token=None) as echo:
+    """Return the time of a plain TCP message of this size, one way, between two hosts or on loopback."""
+    end = [_host(network, 0), str(free_port()), str(size)]
+    with started([sys.executable, "-c", _ECHO, *end], listen=True, network=network, host=0) as echo:
+        assert echo.stdout is not None
         echo.stdout.readline()
-        call = [sys.executable, "-c", _CALL, host, port, str(size), str(HOPS)]
-        with _process(call, host=1, network=network, token=None) as calling:
+        call = [sys.executable, "-c", _CALL, *end, str(HOPS)]
+        with started(call, listen=True, network=network, host=1) as calling:
+            assert calling.stdout is not None
             return float(calling.stdout.read())
 
 
@@ -387,16 +309,10 @@ def _hop_s(network: Network | None, *, size: int) -> float:
 
 
 def _model(folder: Path, name: str, *, quick: bool) -> str:
-    if quick:
-        return _tiny(folder)
-    return "smollm2" if name == "smollm2" else _random(folder, GPTConfig.gpt2("small"))
-
-
-def _tiny(folder: Path) -> str:
-    return _random(folder, GPTConfig(model_dim=64, num_layers=4, num_heads=4, vocab_size=256, max_seq_len=128))
-
-
-def _random(folder: Path, config: GPTConfig) -> str:
+    if name == "smollm2" and not quick:
+        return name
+    tiny = GPTConfig(model_dim=64, num_layers=4, num_heads=4, vocab_size=256, max_seq_len=128)
+    config = tiny if quick else GPTConfig.gpt2("small")
     torch.manual_seed(0)
     path = folder / "random"
     write_folder(path, export_config(config), export_weights(config, GPT(config).state_dict()))

@@ -2,18 +2,18 @@
 
 Work: a GPT of 0.8 M parameters, 4 samples per worker and step, 4 workers, each in a process with one thread.
 
-Compared: torchrun with DDP (gloo) and a checkpoint every 5 steps, as one agent with 4 workers (no agent has to find the others
-again) and as 4 agents with one worker each, as on 4 machines; against elastic allreduce, syncps, edp and fsdp stage 1, each
-started by `smolcluster train`, whose launcher starts the killed worker again. Beside them, without a target, what torchrun does
-done by us: fsdp stage 3 on the mesh plane with `--elastic`, with and without processes that stand by. torchrun has the settings
-that let it re-form soonest: a look at its workers every 0.1 s, local addresses, all agents known to come back.
+Compared: torchrun with DDP (gloo) and a checkpoint every 5 steps, as one agent with 4 workers (no rendezvous between agents)
+and as 4 agents with one worker each, as on 4 machines; against elastic allreduce, syncps, edp and fsdp stage 1, each started by
+`smolcluster train`, whose launcher restarts the killed worker. Beside them, without a target, what torchrun does done by us:
+fsdp stage 3 on the mesh plane with `--elastic`, with and without standby processes. torchrun has the settings with which it
+re-forms soonest: it polls its workers every 0.1 s, has local addresses, and does not wait for further agents.
 
-How: when training runs, one worker is killed, in turn another one, and the clock starts. Ours: the first step in history.jsonl
-that was committed without that worker. torchrun: the first step taken after all were started again, although it may be one
-that was done before; how long until a step that is new is kept beside it. How long until the worker that was started again
-counts is also kept (torchrun: the same as the next step).
+How: when training runs, one worker is killed, another one in each sample, and the clock starts. Ours: the first step in
+history.jsonl that was committed without that worker. torchrun: the first step taken after all were restarted, even if it
+repeats an earlier one; the time to the first new step is kept beside it. The time until the restarted worker contributes again
+is kept too (torchrun: the same as the next step).
 
-Target: at most 1 s, and 1.2 times what the state takes over a plain loopback socket.
+Target: at most 1 s, and 1.2 times the transfer of the state over a plain loopback socket.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import re
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -36,10 +35,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Comparison, Measured, Session, Target, Variant
-from benchmarks.p13 import smolcluster_command
-from benchmarks.processes import descendants, environment_of, started
-from benchmarks.workload import Shape
+from benchmarks.harness import Comparison, Session, Target, Variant
+from benchmarks.harness.processes import descendants, environment_of, free_port, started, train_command, wait_until
+from benchmarks.harness.workload import Shape
 from smolcluster.engine.elastic import history
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.local.processes import WORKER_MARK
@@ -51,10 +49,8 @@ WORKERS = 4
 STATE_BYTES = 3 * 4 * 834_304  # weights and two moments
 CHECKPOINT_EVERY = 5
 RUN_FIRST = 12  # steps before the kill
-WAIT_S = 240.0
 ATTEMPTS = 5
-STANDBY_STEPS = 200  # until processes that stand by have imported what they need
-POLL_S = 0.1  # what is waited for has its time in a file
+STANDBY_STEPS = 200  # until standby processes have imported what they need
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "allreduce": ("allreduce", {}),
     "syncps": ("syncps", {}),
@@ -63,8 +59,6 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 RESTARTED = {"fsdp 3, restarted": True, "fsdp 3, no standby": False}
 PEERS = {"torchrun, 1 agent": 1, "torchrun, 4 agents": WORKERS}
-
-Figures = dict[str, dict[str, list[float]]]  # what is kept beside the samples -> variant -> samples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,39 +76,34 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     transfer_s = transfer_seconds(STATE_BYTES)
     limit = 1.0 + 1.2 * transfer_s
     session.parameters = {**SHAPE.overrides(), "workers": WORKERS, "state_bytes": STATE_BYTES, "transfer_s": transfer_s}
-    kept: Figures = {"counts again": {}, "a new step": {}}
+    target = Target(limit=limit, of="median")
+    torchruns = {name: count for name, count in PEERS.items() if count in agents}
     measured = session.compare(
         Comparison(
             name=f"kill -9 one of {WORKERS} workers: time to the next step that counts",
             variants=[
-                *(
-                    Variant(name=n, run=_torchrun(n, kept), role="peer")
-                    for n, count in PEERS.items()
-                    if count in agents
-                ),
-                *(
-                    Variant(name=n, run=_ours(n, kept), target=Target(limit=limit, of="median"))
-                    for n in names
-                    if n in OURS
-                ),
-                *(Variant(name=n, run=_restarted(n, kept), role="extra") for n in names if n in RESTARTED),
+                *(Variant(name=n, run=_each(restart, count), role="peer") for n, count in torchruns.items()),
+                *(Variant(name=n, run=_each(recover, *OURS[n]), target=target) for n in names if n in OURS),
+                *(Variant(name=n, run=_each(start_again, RESTARTED[n]), role="extra") for n in names if n in RESTARTED),
             ],
             warmup=0,
         )
     )
-    _add_figures(measured, kept)
-
-
-def _add_figures(measured: Measured, kept: Figures) -> None:
-    measured.comparison.parameters.update(kept)
-    for what, samples in kept.items():
-        for name, values in samples.items():
-            print(f"  {name:<20} {what}: {statistics.median(values):.2f} s", flush=True)
+    for name, values in measured.beside.items():
+        what = "counts again" if name in OURS else "a new step"
+        measured.comparison.parameters.setdefault(what, {})[name] = values
+        print(f"  {name:<20} {what}: {statistics.median(values):.2f} s", flush=True)
     print(flush=True)
 
 
+def _each(measure: Callable[..., tuple[float, float]], *arguments: Any) -> Callable[[], tuple[float, float]]:
+    """Kill another worker in every sample."""
+    victims = itertools.count(1)
+    return lambda: measure(*arguments, victim=next(victims) % WORKERS)
+
+
 def transfer_seconds(nbytes: int) -> float:
-    """So many bytes over a plain socket on this machine: the median of five."""
+    """Return the time of so many bytes over a plain socket on this machine: the median of five."""
 
     def send(listener: socket.socket) -> None:
         with listener.accept()[0] as connection:
@@ -138,47 +127,34 @@ def transfer_seconds(nbytes: int) -> float:
 # Ours
 
 
-def _ours(name: str, kept: Figures) -> Callable[[], float]:
-    turns = itertools.count(1)
-
-    def sample() -> float:
-        next_s, again_s = recover(*OURS[name], victim=next(turns) % WORKERS)
-        kept["counts again"].setdefault(name, []).append(again_s)
-        return next_s
-
-    return sample
-
-
-def train_command(strategy: str, run_dir: Path, overrides: dict[str, Any], *more: str) -> list[str]:
-    """`smolcluster train` for longer than anybody waits."""
-    overrides = {
-        **{key: value for key, value in SHAPE.overrides().items() if value is not None},
-        "model.ff_dim": 4 * SHAPE.model_dim,  # the built-in file names another
+def _command(strategy: str, run_dir: Path, overrides: dict[str, Any], *options: str) -> list[str]:
+    """Return `smolcluster train` with more steps than any sample takes."""
+    usual = {
+        **SHAPE.overrides(),
+        "model.ff_dim": 4 * SHAPE.model_dim,  # the built-in file has another one
         "training.device": "cpu",
         "training.eval_steps": 0,
-        **overrides,
     }
-    command = [*smolcluster_command(), "train", "gpt", "--strategy", strategy, "--workers", str(WORKERS), *more]
-    command += ["--steps", "100000", "--run-dir", str(run_dir)]
-    return [*command, "--override", *(f"{key}={value}" for key, value in overrides.items())]
+    common = ("--strategy", strategy, "--workers", str(WORKERS), "--steps", "100000")
+    return train_command(run_dir, {**usual, **overrides}, *common, *options)
 
 
-def recover(strategy: str, overrides: dict[str, Any], *, victim: int) -> tuple[float, float]:
-    """Seconds from the kill to a step without the victim, and to one that it contributes to again."""
+def recover(strategy: str, overrides: dict[str, Any], victim: int) -> tuple[float, float]:
+    """Return the seconds from the kill to a step without the victim, and to one to which it contributes again."""
     overrides = {"training.checkpoint_steps": 0, "cluster.plane": "elastic", **overrides}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        with started(train_command(strategy, run_dir, overrides)) as process:
+        with started(_command(strategy, run_dir, overrides)) as process:
 
             def commits() -> list[dict[str, Any]]:
                 return [line for line in history.read(run_dir / "history.jsonl") if line["kind"] == "commit"]
 
-            wait_until(lambda: len(commits()) >= RUN_FIRST, what=f"{strategy} to train", process=process)
+            wait_until(lambda: len(commits()) >= RUN_FIRST, process, what=f"{strategy} to train")
             pid = next(pid for pid in descendants(process.pid) if environment_of(pid).get(WORKER_MARK) == str(victim))
             before = len(commits())
             killed = time.time()
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: _again(commits(), before, victim) is not None, what="its return", process=process)
+            wait_until(lambda: _again(commits(), before, victim) is not None, process, what="its return")
             lines = commits()
     again = _again(lines, before, victim)
     assert again is not None
@@ -191,7 +167,7 @@ def _ranks(commit: dict[str, Any]) -> set[int]:
 
 
 def _again(commits: Sequence[dict[str, Any]], before: int, victim: int) -> float | None:
-    """When a new instance of the victim first counted."""
+    """Return when a new instance of the victim first counted."""
     former = {part["instance"] for commit in commits[:before] for part in commit["contributors"]}
     for commit in commits[before:]:
         for part in commit["contributors"]:
@@ -203,23 +179,12 @@ def _again(commits: Sequence[dict[str, Any]], before: int, victim: int) -> float
 # Ours, as torchrun does it
 
 
-def _restarted(name: str, kept: Figures) -> Callable[[], float]:
-    turns = itertools.count(1)
-
-    def sample() -> float:
-        next_s, new_s = start_again(standby=RESTARTED[name], victim=next(turns) % WORKERS)
-        kept["a new step"].setdefault(name, []).append(new_s)
-        return next_s
-
-    return sample
-
-
-def start_again(*, standby: bool, victim: int) -> tuple[float, float]:
-    """Seconds from the kill to the next step, and to one that was not done before."""
+def start_again(standby: bool, victim: int) -> tuple[float, float]:
+    """Return the seconds from the kill to the next step, and to one that had not been done before."""
     overrides = {"training.checkpoint_steps": CHECKPOINT_EVERY, "logging.log_interval": 1, "cluster.standby": standby}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        command = train_command("fsdp", run_dir, overrides, "--elastic", f"1:{WORKERS}", "--max-restarts", "1")
+        command = _command("fsdp", run_dir, overrides, "--elastic", f"1:{WORKERS}", "--max-restarts", "1")
         with started(command) as process:
 
             def steps() -> list[tuple[float, int]]:
@@ -227,20 +192,19 @@ def start_again(*, standby: bool, victim: int) -> tuple[float, float]:
                 return [(row["time"], row["step"]) for row in rows if row["rank"] == 0]
 
             def lives(rank: int) -> list[tuple[float, int]]:
-                """When each process of this rank began, and its id."""
+                """Return the start time and the id of each process of this rank."""
                 (log,) = (run_dir / "logs").glob(f"worker-rank{rank}-*.log")
                 found = re.findall(r'"time": "(.*?)Z".*starts as process (\d+)', log.read_text(encoding="utf-8"))
                 return [(datetime.fromisoformat(f"{when}+00:00").timestamp(), int(pid)) for when, pid in found]
 
-            wait_until(
-                lambda: len(steps()) >= RUN_FIRST + STANDBY_STEPS * standby, what="fsdp to train", process=process
-            )
+            first = RUN_FIRST + STANDBY_STEPS * standby
+            wait_until(lambda: len(steps()) >= first, process, what="fsdp to train")
             done = max(step for _, step in steps()) + 1  # one may be under way
             killed = time.time()
             os.kill(lives(victim)[-1][1], signal.SIGKILL)
-            wait_until(lambda: len(lives(0)) > 1, what="the restart", process=process)
+            wait_until(lambda: len(lives(0)) > 1, process, what="the restart")
             again = lives(0)[-1][0]
-            wait_until(lambda: any(t > again and s > done for t, s in steps()), what="a new step", process=process)
+            wait_until(lambda: any(t > again and s > done for t, s in steps()), process, what="a new step")
             lines = [(t, s) for t, s in steps() if t > again]
     return lines[0][0] - killed, next(t for t, s in lines if s > done) - killed
 
@@ -248,28 +212,20 @@ def start_again(*, standby: bool, victim: int) -> tuple[float, float]:
 # The peer
 
 
-def _torchrun(name: str, kept: Figures) -> Callable[[], float]:
-    turns = itertools.count(1)
-
-    def sample() -> float:
-        victim = next(turns) % WORKERS
-        for attempt in itertools.count(1):
-            try:
-                next_s, new_s = restart(agents=PEERS[name], victim=victim)
-                break
-            except SmolclusterError as error:
-                # It picks a port long before it binds it; on a busy machine another process may have it by then.
-                if attempt == ATTEMPTS or "EADDRINUSE" not in str(error):
-                    raise
-        kept["a new step"].setdefault(name, []).append(new_s)
-        return next_s
-
-    return sample
+def restart(agents: int, victim: int) -> tuple[float, float]:
+    """Measure torchrun. It picks a port long before it binds it: on a busy machine another process may have it by then."""
+    attempts = ATTEMPTS
+    while True:
+        attempts -= 1
+        try:
+            return _restart(agents, victim)
+        except SmolclusterError as error:
+            if attempts == 0 or "EADDRINUSE" not in str(error):
+                raise
 
 
-def restart(*, agents: int, victim: int) -> tuple[float, float]:
-    """Seconds from the kill to the next step, and to one that was not done before."""
-    numbers = (SHAPE.model_dim, SHAPE.num_layers, SHAPE.num_heads, SHAPE.max_seq_len, SHAPE.batch_size)
+def _restart(agents: int, victim: int) -> tuple[float, float]:
+    """Return the seconds from the kill to the next step, and to one that had not been done before."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--monitor-interval", "0.1"]
         if agents == 1:
@@ -278,20 +234,20 @@ def restart(*, agents: int, victim: int) -> tuple[float, float]:
             command += ["--nnodes", str(agents), "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
             command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
             command += ["--rdzv-conf", "last_call_timeout=1,join_timeout=60"]
-        command += ["-m", "benchmarks.peers.elastic_ddp", folder, str(CHECKPOINT_EVERY), *map(str, numbers)]
+        command += ["-m", "benchmarks.peers.elastic_ddp", folder, str(CHECKPOINT_EVERY), *SHAPE.arguments()]
         environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         processes = [stack.enter_context(started(command, environ=environ)) for _ in range(agents)]
 
         def steps() -> list[tuple[float, int, int]]:
-            """Time, step and process of each."""
+            """Return time, step and process of each."""
             with contextlib.suppress(FileNotFoundError):
                 lines = (Path(folder) / "steps.txt").read_text(encoding="ascii").splitlines()
                 return [(float(when), int(step), int(pid)) for when, step, pid in map(str.split, lines)]
             return []
 
-        wait_until(lambda: len(steps()) >= RUN_FIRST, what="torchrun to train", process=processes[0])
-        everybody = [pid for process in processes for pid in descendants(process.pid)]
-        pid = next(pid for pid in everybody if environment_of(pid).get("RANK") == str(victim))
+        wait_until(lambda: len(steps()) >= RUN_FIRST, processes[0], what="torchrun to train")
+        pids = [pid for process in processes for pid in descendants(process.pid)]
+        pid = next(pid for pid in pids if environment_of(pid).get("RANK") == str(victim))
         before = steps()
         killed = time.time()
         os.kill(pid, signal.SIGKILL)
@@ -301,22 +257,6 @@ def restart(*, agents: int, victim: int) -> tuple[float, float]:
             return [line for line in steps() if line[2] not in former]
 
         done = max(step for _, step, _ in before) + 1  # one may have been under way
-        wait_until(lambda: any(step > done for _, step, _ in after()), what="torchrun's restart", process=processes[0])
+        wait_until(lambda: any(step > done for _, step, _ in after()), processes[0], what="torchrun's restart")
         lines = after()
     return lines[0][0] - killed, next(when for when, step, _ in lines if step > done) - killed
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def wait_until(question: Callable[[], bool], *, what: str, process: subprocess.Popen[bytes]) -> None:
-    """Files are all there is to look at."""
-    deadline = time.monotonic() + WAIT_S
-    while not question():
-        if process.poll() is not None:
-            raise SmolclusterError(f"waited for {what}, and it ended with status {process.returncode}")
-        if time.monotonic() > deadline:
-            raise SmolclusterError(f"waited {WAIT_S:g} s for {what}")
-        time.sleep(POLL_S)

@@ -2,25 +2,25 @@
 
 Work: a GPT of 0.8 M parameters (4 layers of 128, context 64, bytes) on the embedded text, 2,000 steps of 128 samples in all: 20
 tokens for each parameter, as the papers train. The learning rate is that of the default configuration, 3e-3. The same weights,
-order of samples, learning rates, clipping and number of steps for everybody, in worlds of ranks over sockets (`methods.py`).
+order of samples, learning rates, clipping and number of steps for all, in worlds of ranks over sockets (`harness/methods.py`).
 4 workers with 32 samples each, unless the row says otherwise. The loss is that of the whole validation set after the last
 step; `perplexity` is the ratio to the synchronous run (`allreduce`) of the same optimizer.
 
     quality    diloco in fp32 and with each preset, AdamW and Muon inside
     H          local steps between exchanges, fp32
     workers    1 to 8, fp32, 32 samples a step by all of them
-    dropped    a share of the contributions does not arrive, fp32 (`dropped.py`)
+    dropped    a share of the contributions is lost, fp32 (`programs/dropped.py`)
     bits       of a number that is sent: preset wan with 1, 2, 4 and 16 bits; all numbers in int4 and fp32, rounds as in wan
     k          numbers sent of each block of 4096: preset wan with 32 to 512
     average    preset wan, a number averaged over the workers that sent it, or over all
     outer      the outer optimizer, fp32: the paper's Nesterov, one with less momentum, the plain mean
 
-Beside a row stands what a paper reports for it, with its arXiv number: losses of far larger models after far more tokens, of
-which only the order can be compared. Empty: no figure known.
+The last column is what a paper reports, with its arXiv number: losses of far larger models after far more tokens, of which only
+the order can be compared. Empty: no figure known.
 
 `--repeats` N: N seeds, of which the median counts (default: 1). Two seeds of one setting differ by a few hundredths of loss;
 a ratio is taken with the same seed. With `--jobs` J, J worlds run at once: on 16 cores 4, of 4 ranks with one thread each. On a
-GPU its ranks share it, and their tensors still go over sockets.
+GPU the ranks share it, and their tensors still go over sockets.
 
 Target: perplexity with 4 workers at most 1.01 times that of the synchronous run.
 """
@@ -35,11 +35,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.elastic import show
 from benchmarks.harness import Session
-from benchmarks.jobs import add_job_arguments, call_each
-from benchmarks.methods import MUON, Method, diloco, steps_of, training
-from benchmarks.workload import Shape
+from benchmarks.harness.jobs import add_job_arguments, call_each
+from benchmarks.harness.methods import MUON, Method, diloco, steps_of, training
+from benchmarks.harness.workload import Shape
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.errors import UserError
 
@@ -62,7 +61,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """The same for settings that train alike."""
+        """Return a key that settings share if they train alike."""
         method, options = self.method, dict(self.method.options)
         if method.strategy == "diloco":
             options = DiLoCoOptions.model_validate(options).model_dump(exclude={"preset"})
@@ -192,7 +191,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
             for row in rows[len(references) :]:
                 row |= {"target": f"<= {LIMIT}", "verdict": "met" if row["perplexity"] <= LIMIT else "missed"}
         columns = [*COLUMNS[:-1], "target", "verdict", COLUMNS[-1]] if name == "quality" else COLUMNS
-        show(session, f"{name}: {steps} steps of {samples} samples", rows, columns)
+        session.show(f"{name}: {steps} steps of {samples} samples", rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +212,7 @@ Done = Mapping[tuple[str, int], Mapping[str, float]]
 
 
 def _done(settings: Sequence[Setting], how: How, seeds: Sequence[int], arguments: argparse.Namespace) -> Done:
-    """Train every setting, and what it is held to, once with each seed. Those that take longest begin first."""
+    """Train every setting and its synchronous run, once with each seed. Those that take longest begin first."""
     wanted = {each.key: each for setting in settings for each in (setting, setting.synchronous)}
     first = sorted(wanted.values(), key=lambda setting: (setting.method.optimizer != MUON, -setting.workers))
     orders = [(setting, how, seed) for setting in first for seed in seeds]

@@ -1,13 +1,13 @@
-"""What being watched costs training.
+"""Cost of observing a run that trains.
 
-Dashboard: one run of `edp` on 2 workers goes on all the time, `smolcluster dashboard` beside it on the same machine, and a
-process with 50 viewers that read its events. Windows of seconds per committed step, in turn: both stopped (SIGSTOP), both
-running, both stopped. What the viewers cost counts against us; at a user's they are on other machines.
+Dashboard: one run of `edp` on 2 workers continues all the time, with `smolcluster dashboard` on the same machine and a process
+with 50 viewers that read its events. Windows of seconds per committed step, in turn: both stopped (SIGSTOP), both running,
+both stopped. The cost of the viewers is included; users have them on other machines.
 
 Logs: short runs on 1 worker that log every step, in turn: with a file alone, and with `logging.loki_url` (a server that
-takes everything) and `logging.prometheus_port` (asked once a second).
+accepts everything) and `logging.prometheus_port` (scraped once a second).
 
-Target: at most 1 % over the run that nobody watches.
+Target: at most 1 % over the same run, not watched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,16 +30,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.harness import Comparison, Session, Target, Variant
-from benchmarks.p13 import smolcluster_command
-from benchmarks.processes import started
-from benchmarks.workload import SHAPES
+from benchmarks.harness.processes import free_port, smolcluster_command, started, train_command, wait_until
+from benchmarks.harness.workload import SHAPES
 from smolcluster.errors import SmolclusterError
 
 EXAMPLE = "python -m benchmarks watched --only logs"
 SHAPE = SHAPES["0.8m"]
 LIMIT = Target(limit=1.01)
-START_S = 120.0
-SETTLE_S = 1.0  # after SIGCONT the page catches up with what it missed
+SETTLE_S = 1.0  # after SIGCONT the page reads what it missed
 VIEWERS = """
 import os, selectors, socket, sys
 os.nice(19)
@@ -69,19 +66,17 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         _logs(session, steps=20 if session.quick else 120)
 
 
-def _train(run_dir: Path, *, strategy: str, workers: int, steps: int, **overrides: object) -> list[str]:
-    overrides = {
-        **{key: value for key, value in SHAPE.overrides().items() if value is not None},
+def _command(run_dir: Path, overrides: dict[str, object], *, strategy: str, workers: int, steps: int) -> list[str]:
+    usual = {
+        **SHAPE.overrides(),
         "training.device": "cpu",
         "training.eval_steps": 0,
         "training.eval_samples": SHAPE.batch_size,
         "training.checkpoint_steps": 0,
         "data.cache_dir": run_dir.parent / "cache",
-        **{key.replace("__", "."): value for key, value in overrides.items()},
     }
-    command = [*smolcluster_command(), "train", "gpt", "--strategy", strategy, "--workers", str(workers)]
-    command += ["--steps", str(steps), "--run-dir", str(run_dir)]
-    return [*command, "--override", *(f"{key}={value}" for key, value in overrides.items())]
+    options = ("--strategy", strategy, "--workers", str(workers), "--steps", str(steps))
+    return train_command(run_dir, {**usual, **overrides}, *options)
 
 
 # The dashboard
@@ -90,15 +85,15 @@ def _train(run_dir: Path, *, strategy: str, workers: int, steps: int, **override
 def _dashboard(session: Session, *, viewers: int, window_s: float) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "watched"
-        port = _free_port()
-        endless = _train(folder, strategy="edp", workers=2, steps=10**7, cluster__standby=False)
+        port = free_port()
+        endless = _command(folder, {"cluster.standby": False}, strategy="edp", workers=2, steps=10**7)
         page = [*smolcluster_command(), "dashboard", str(folder), "--port", str(port), "--no-browser"]
         audience = [sys.executable, "-c", VIEWERS, str(port), str(viewers)]
         with started(endless) as training:
             history = folder / "history.jsonl"
-            _until(lambda: history.exists() and _commits(history) > 20, training, "20 steps")
+            wait_until(lambda: history.exists() and _commits(history) > 20, training, what="20 steps")
             with started(page) as shown:
-                _until(lambda: _listens(port), shown, "the page")
+                wait_until(lambda: _listens(port), shown, what="the page")
                 with started(audience) as watching:
                     commands = (shown, watching)
                     used = _Used([shown.pid])
@@ -113,7 +108,7 @@ def _dashboard(session: Session, *, viewers: int, window_s: float) -> None:
                                 time.sleep(window_s)
                                 steps, took = _commits(history) - first, time.monotonic() - began
                             if any(command.poll() is not None for command in (training, *commands)) or steps < 1:
-                                raise SmolclusterError("something ended while it was measured")
+                                raise SmolclusterError("a process ended while it was measured")
                             return took / steps
 
                         return sample
@@ -168,31 +163,17 @@ def _commits(history: Path) -> int:
     return history.read_bytes().count(b'"commit"')
 
 
-def _until(true: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
-    deadline = time.monotonic() + START_S
-    while not true():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SmolclusterError(f"waited in vain for {what}")
-        time.sleep(0.05)
-
-
 def _listens(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
         return True
     return False
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 # Logs and metrics
 
 
 class _Loki(http.server.BaseHTTPRequestHandler):
-    """Takes everything, and counts the lines."""
+    """Accepts everything, and counts the lines."""
 
     protocol_version = "HTTP/1.1"
     lines = 0
@@ -212,21 +193,20 @@ class _Loki(http.server.BaseHTTPRequestHandler):
 def _logs(session: Session, *, steps: int) -> None:
     loki = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Loki)
     threading.Thread(target=loki.serve_forever, daemon=True).start()
-    port = _free_port()
-    pushed = {"logging__loki_url": f"http://127.0.0.1:{loki.server_port}", "logging__prometheus_port": port}
+    port = free_port()
+    pushed = {"logging.loki_url": f"http://127.0.0.1:{loki.server_port}", "logging.prometheus_port": port}
     counter = itertools.count()
     with tempfile.TemporaryDirectory() as name:
 
-        def training(**overrides: object) -> Callable[[], float]:
+        def training(overrides: dict[str, object]) -> Callable[[], float]:
             def sample() -> float:
                 folder = Path(name) / f"run{next(counter)}"
-                command = _train(
-                    folder, strategy="single", workers=1, steps=steps, logging__log_interval=1, **overrides
-                )
-                with started(command) as process, _asked(port if overrides else None):
+                overrides_of_run = {"logging.log_interval": 1, **overrides}
+                command = _command(folder, overrides_of_run, strategy="single", workers=1, steps=steps)
+                with started(command) as process, _scraped(port) if overrides else contextlib.nullcontext():
                     if process.wait() != 0:
                         raise SmolclusterError("a run failed")
-                return _median_step(folder / "metrics.jsonl")
+                return _mean_step(folder / "metrics.jsonl")
 
             return sample
 
@@ -234,9 +214,9 @@ def _logs(session: Session, *, steps: int) -> None:
             Comparison(
                 name="one worker that logs every step, to Loki and Prometheus: time per step",
                 variants=[
-                    Variant(name="files alone", run=training(), role="peer"),
-                    Variant(name="pushed and scraped", run=training(**pushed), target=LIMIT),
-                    Variant(name="files alone again", run=training(), role="noise"),
+                    Variant(name="files alone", run=training({}), role="peer"),
+                    Variant(name="pushed and scraped", run=training(pushed), target=LIMIT),
+                    Variant(name="files alone again", run=training({}), role="noise"),
                 ],
                 parameters={**SHAPE.overrides(), "steps": steps},
             )
@@ -245,28 +225,26 @@ def _logs(session: Session, *, steps: int) -> None:
     loki.server_close()
     session.parameters["lines_pushed"] = _Loki.lines
     if not _Loki.lines:
-        raise SmolclusterError("no line came to Loki")
+        raise SmolclusterError("no line was pushed to Loki")
 
 
 @contextlib.contextmanager
-def _asked(port: int | None) -> Iterator[None]:
-    """As Prometheus would, but every second."""
+def _scraped(port: int) -> Iterator[None]:
+    """Read the metrics as Prometheus does, but every second."""
     done = threading.Event()
 
-    def ask() -> None:
+    def scrape() -> None:
         while not done.wait(1.0):
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
                 answer.read()
 
-    thread = threading.Thread(target=ask, daemon=True)
-    if port is not None:
-        thread.start()
+    threading.Thread(target=scrape, daemon=True).start()
     yield
     done.set()
 
 
-def _median_step(metrics: Path) -> float:
-    """Over the second half of a run, by the clock and not by the loop's own measure."""
+def _mean_step(metrics: Path) -> float:
+    """Return the mean time of a step in the second half of a run, by the clock and not by the loop's own measure."""
     times = [json.loads(line)["time"] for line in metrics.read_text(encoding="utf-8").splitlines()]
     half = times[len(times) // 2 :]
     return float((half[-1] - half[0]) / (len(half) - 1))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from benchmarks.network import Network, check_possible, hosts
+from benchmarks.harness.network import Network, check_possible, hosts
 
 from smolcluster.errors import UserError
 

@@ -1,4 +1,4 @@
-"""No pickle, in any path: finds imports of pickle and its relatives, and calls that unpickle behind the scenes.
+"""Check that no code uses pickle: find imports of it and of its relatives, and calls that pickle or unpickle internally.
 
 python -m tools.no_pickle [FOLDER ...]      default: src
 """

@@ -3,8 +3,8 @@
     python -m tools.suite [--all] [--jobs N] [TEST ...]
     python -m tools.suite --compile
 
-A test that fails and then passes alone is *unstable*: a defect of the test or of the code, but not a reason to throw the work
-of a whole run away. The last lines name it, so that nobody overlooks it. The exit status is 0 when no test failed twice.
+A test that fails and then passes alone is *unstable*: a defect of the test or of the code, but not a reason to discard a whole
+run. The last lines name it. The exit status is 0 when no test failed twice.
 
 The file is also the pytest plugin that reports which tests failed (`-p tools.suite`).
 """
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import pytest
 
-# In this order: those that take minutes come early, and small ones fill the gaps in the end. Those of a file share what takes
-# long to start, so a file is dealt to one process.
+# Tests that take minutes come first, so that small ones fill the gaps at the end. The tests of a file share fixtures that are
+# slow to start, so one process runs all tests of a file.
 FOLDERS = ("conformance", "faults", "gpu", "e2e", "equivalence", "unit")
 DEALT = ("--dist", "loadfile", "--no-loadscope-reorder")
 COMPILED = ("src", "benchmarks", "tests", "tools")
@@ -59,18 +59,18 @@ def environment() -> dict[str, str]:
 
 
 def compile_all() -> None:
-    """Compile what is tested, and the tests as pytest rewrites them."""
+    """Compile the sources, and the tests as pytest rewrites them."""
     for folder in COMPILED:
         compileall.compile_dir(folder, quiet=2)
     command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "tests"]
-    subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=False)  # what is wrong shows in the run
+    subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=False)  # errors show in the run
 
 
 @dataclass(slots=True)
 class Verdict:
     failed: list[str] = field(default_factory=list)  # twice, or without a second try
     unstable: list[str] = field(default_factory=list)  # failed, then passed alone
-    broken: list[str] = field(default_factory=list)  # what pytest did not bring to an end
+    broken: list[str] = field(default_factory=list)  # pytest runs that did not finish
 
     @property
     def status(self) -> int:

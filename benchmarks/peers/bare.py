@@ -1,7 +1,7 @@
-"""The bare PyTorch training loop, as short and as fast as it is written by hand.
+"""A bare PyTorch training loop, as short and as fast as one would write it by hand.
 
 Same weights, same batches, same AdamW (fused), same clipping and same learning rates as ours; no strategy, no events, no
-meter, no seeds per step. The loss is read every `log_interval` steps, as any loop does that prints it.
+meter, no seeds per step. The loss is read every `log_interval` steps, as in a loop that prints it.
 """
 
 from __future__ import annotations

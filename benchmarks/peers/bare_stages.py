@@ -1,25 +1,24 @@
-"""Stages with nothing around them, for `p8`: blocking sockets, one sequence, no protocol, no checks, nobody may fail.
+"""Stages with nothing around them, for `p8`: blocking sockets, one sequence, no protocol, no checks, no failures handled.
 
-What is left when all that a server has to do is taken away: our own layers, and bytes in fp16 from one process to the next.
-Whatever keeps several processes from being as fast as one (they sleep, and wake up to cold caches and a slow clock) it shows.
+This is our layers, and fp16 activations sent from one process to the next. It shows what several processes cost beside one:
+they sleep, and wake up to cold caches and a slow clock.
 
 python -m benchmarks.peers.bare_stages MODEL STAGES PLACE LISTEN NEXT      a stage; waits for the one before it
-python -m benchmarks.peers.bare_stages MODEL STAGES -1 LISTEN NEXT         asked as `p8_front` is
+python -m benchmarks.peers.bare_stages MODEL STAGES -1 LISTEN NEXT         takes the messages of `programs/p8_front.py`
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
 import sys
 import time
-from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.p8_front import PROMPT, prompt
+from benchmarks.harness.pipes import Message, answer_each, open_answers
+from benchmarks.programs.p8_front import PROMPT, prompt
 from smolcluster.comm.addresses import split_address
 from smolcluster.serve.engine.sources import find_source
 from smolcluster.serve.engine.stage_model import Row, StageModel
@@ -29,7 +28,7 @@ CONNECT_S = 120.0
 
 
 class Line:
-    """From the one before to the one behind."""
+    """Connections from the process before and to the next one."""
 
     def __init__(self, listen: str, behind: str) -> None:
         with socket.create_server(split_address(listen)) as door:
@@ -84,6 +83,7 @@ def stage(model: str, stages: int, place: int, listen: str, behind: str) -> None
 
 
 def front(listen: str, behind: str) -> None:
+    answer = open_answers()
     line = Line(listen, behind)
 
     def forward(tokens: tuple[int, ...], start: int) -> int:
@@ -97,16 +97,14 @@ def front(listen: str, behind: str) -> None:
             times.append(time.perf_counter())
         return times
 
-    print(json.dumps({"ready": True}), flush=True)
-    for asked in sys.stdin:
-        said: dict[str, Any] = json.loads(asked)
+    def handle(message: Message) -> Message:
         began = time.perf_counter()
-        if said["what"] == "first":
-            told = {"seconds": generate(prompt(said["prompt"]), 1)[-1] - began}
-        else:
-            times = generate(prompt(PROMPT), said["count"])
-            told = {"seconds": times[-1] - times[0], "tokens": len(times) - 1}
-        print(json.dumps(told), flush=True)
+        if message["what"] == "first":
+            return {"seconds": generate(prompt(message["prompt"]), 1)[-1] - began}
+        times = generate(prompt(PROMPT), message["count"])
+        return {"seconds": times[-1] - times[0], "tokens": len(times) - 1}
+
+    answer_each(answer, handle)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel, used as its documentation says: average over ranks, clip, step; with a hook or without.
+"""torch's DistributedDataParallel, used as documented: average over ranks, clip, step; with a hook or without.
 
 PowerSGD's hook fails on gloo with more than one bucket, so there is only one.
 """

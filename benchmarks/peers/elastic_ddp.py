@@ -1,4 +1,4 @@
-"""DDP as it is written for elastic torchrun: load the last checkpoint, train, save every few steps.
+"""DDP for elastic torchrun: load the last checkpoint, train, save every few steps.
 
 torchrun ... -m benchmarks.peers.elastic_ddp FOLDER EVERY WIDTH LAYERS HEADS CONTEXT BATCH
 

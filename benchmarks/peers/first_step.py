@@ -1,8 +1,8 @@
-"""The least a 2-process script does for its first training step: torchrun, gloo, DDP, one step, one line.
+"""The least that a script with 2 processes does for its first training step: torchrun, gloo, DDP, one step, one line.
 
 torchrun --standalone --nproc-per-node 2 -m benchmarks.peers.first_step WIDTH LAYERS HEADS CONTEXT BATCH
 
-The batch is made on the spot from random tokens: nothing is read, logged or saved.
+The batch has random tokens: nothing is read, logged or saved.
 """
 
 from __future__ import annotations

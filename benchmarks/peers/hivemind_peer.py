@@ -1,11 +1,11 @@
-"""One peer of hivemind, used as its documentation says: `hivemind.Optimizer` around AdamW, gradients averaged every epoch.
+"""One peer of hivemind, used as documented: `hivemind.Optimizer` around AdamW, gradients averaged every epoch.
 
 python -m benchmarks.peers.hivemind_peer '{"config": ..., "rank": 0, "size": 2, "addresses": [], "lockstep": true, ...}'
 
-An epoch, which is one step of all peers, ends when they have given a global batch together, whoever gave how much of it. With
-`lockstep` it ends when a peer has given its own batch: so everybody gives one to each epoch, as in DDP, instead of another
-one until it has heard of the others. Peer 0 tells a row every `every` epochs, then the validation loss. Every `val_every`
-epochs its row has `val_loss_now`, over `val_samples`; `paused_s` are the seconds that took so far.
+An epoch, which is one step of all peers, ends when they have a global batch together, whichever peer computed it. With
+`lockstep` it ends when a peer has computed its own batch: every peer computes one for each epoch, as in DDP, instead of further
+ones until it has news of the others. Peer 0 writes a row every `every` epochs, then the validation loss. Every `val_every`
+epochs its row has `val_loss_now`, over `val_samples`; `paused_s` are the seconds of these evaluations so far.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ClippedAdamW(torch.optim.AdamW):
 
 
 def extract(codec: Quantization, tensor: Any) -> Tensor:
-    """What `Quantization.extract` does: that of hivemind 1.1.12 takes an array for a number, which NumPy 2.4 refuses."""
+    """Replace `Quantization.extract`: that of hivemind 1.1.12 uses an array as a number, which NumPy 2.4 refuses."""
     count = int(np.frombuffer(tensor.buffer, count=1, dtype=np.int64)[0])
     codebook = np.frombuffer(tensor.buffer, offset=8, count=count, dtype=codec.codebook_dtype)
     indices = np.frombuffer(tensor.buffer, offset=8 + codebook.nbytes, dtype=codec.indices_dtype)
@@ -91,13 +91,13 @@ def make_optimizer(work: Work, dht: hivemind.DHT, order: Row) -> hivemind.Optimi
 
 
 def meet(optimizer: hivemind.Optimizer, order: Row) -> None:
-    """Until everybody knows of everybody: a peer that knows of no other takes its steps alone."""
+    """Wait until all peers know of each other: a peer that knows of no other takes its steps alone."""
     tracker = optimizer.tracker
-    tracker.report_local_progress(local_epoch=0, samples_accumulated=1)  # who has given nothing is not counted
+    tracker.report_local_progress(local_epoch=0, samples_accumulated=1)  # a peer without samples is not counted
     while tracker.global_progress.num_peers < order["size"]:
         time.sleep(0.05)  # it looks for others by itself, every few seconds
     if order["lockstep"]:
-        # News of the others may be older than the batch just given, and undo it: then another one would be given.
+        # News of the others may be older than the batch just computed, and undo it: then the peer would compute another one.
         tracker.min_refresh_period = tracker.max_refresh_period = FAR_S
         while tracker.global_progress.next_fetch_time < get_dht_time() + FAR_S / 2:
             time.sleep(0.05)
@@ -113,7 +113,7 @@ def main() -> None:
     tell({"addresses": [str(address) for address in dht.get_visible_maddrs()]})
     optimizer = make_optimizer(work, dht, order)
     meet(optimizer, order)
-    tell({"ready": True})  # and begin together: who waits too long for the others goes on alone
+    tell({"ready": True})  # all begin together: a peer that waits too long for the others continues alone
 
     losses: list[float] = []
     paused_s = 0.0

@@ -1,20 +1,19 @@
-"""The same weights in one process, for `p8`: our GPT with its cache, or `transformers`. Asked as `p8_front` is.
+"""The same weights in one process, for `p8`: our GPT with its cache, or `transformers`. Messages: those of `p8_front.py`.
 
 python -m benchmarks.peers.one_process MODEL ours|transformers [DEVICE]        bf16 on a GPU, fp32 on a CPU, as stages
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.p8_front import PROMPT, prompt
+from benchmarks.harness.pipes import Message, answer_each, open_answers
+from benchmarks.programs.p8_front import PROMPT, prompt
 from smolcluster.compute.device import synchronize
 from smolcluster.models import GPT
 from smolcluster.models.hugging_face import export_config, export_weights
@@ -51,11 +50,10 @@ def theirs(source: ModelSource, device: torch.device, dtype: torch.dtype) -> Gen
 
     config = source.config
     weights = source.load(range(config.num_layers), first=True, last=True, dtype=dtype, device=device)
-    said = export_config(config)
-    kind = getattr(
-        transformers, said["architectures"][0].replace("ForCausalLM", "Config").replace("LMHeadModel", "Config")
-    )
-    model = getattr(transformers, said["architectures"][0])(kind(**said)).to(device, dtype).eval()
+    exported = export_config(config)
+    name = exported["architectures"][0]
+    kind = getattr(transformers, name.replace("ForCausalLM", "Config").replace("LMHeadModel", "Config"))
+    model = getattr(transformers, name)(kind(**exported)).to(device, dtype).eval()
     model.load_state_dict(export_weights(config, weights), strict=False)
     model.generation_config.eos_token_id = None
 
@@ -74,6 +72,7 @@ def theirs(source: ModelSource, device: torch.device, dtype: torch.dtype) -> Gen
 
 
 def main() -> None:
+    answer = open_answers()
     model, kind = sys.argv[1:3]
     device = torch.device(sys.argv[3] if len(sys.argv) > 3 else "cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -87,17 +86,15 @@ def main() -> None:
         synchronize(device)
         return time.perf_counter() - began
 
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        said: dict[str, Any] = json.loads(line)
-        if said["what"] == "first":
-            told = {"seconds": timed(torch.tensor([prompt(said["prompt"])]), 1)}
-        else:
-            tokens_BT = torch.tensor([prompt(said.get("prompt", PROMPT), stream) for stream in range(said["streams"])])
-            begun = timed(tokens_BT, 1)
-            made = said["streams"] * (said["count"] - 1)
-            told = {"seconds": timed(tokens_BT, said["count"]) - begun, "tokens": made}
-        print(json.dumps(told), flush=True)
+    def handle(message: Message) -> Message:
+        if message["what"] == "first":
+            return {"seconds": timed(torch.tensor([prompt(message["prompt"])]), 1)}
+        streams, count, length = message["streams"], message["count"], message.get("prompt", PROMPT)
+        tokens_BT = torch.tensor([prompt(length, stream) for stream in range(streams)])
+        first_s = timed(tokens_BT, 1)
+        return {"seconds": timed(tokens_BT, count) - first_s, "tokens": streams * (count - 1)}
+
+    answer_each(answer, handle)
 
 
 if __name__ == "__main__":

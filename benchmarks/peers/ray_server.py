@@ -1,11 +1,11 @@
-"""A parameter server on Ray, the way its documentation builds one: actors that hand each other objects.
+"""A parameter server on Ray, as in its documentation: actors that pass each other objects.
 
 python -m benchmarks.peers.ray_server '{"config": ..., "machines": [1, 2], "mode": "sync", "steps": 100, "every": 1, ...}'
 
-The server has the weights and the optimizer; a worker gets the weights, and gives the gradient of its next batch. `sync`: the
-server averages one gradient of every worker. `async`: it applies each gradient as soon as it is there (`ray.wait`), and only
-the worker that gave it gets new weights. Every machine is a Ray node with daemons of its own (`ray.cluster_utils`), so that
-objects travel by TCP between nodes, and through shared memory within one. The server is on machine 0, worker r on
+The server has the weights and the optimizer; a worker receives the weights, and returns the gradient of its next batch. `sync`:
+the server averages one gradient of every worker. `async`: it applies each gradient as soon as it arrives (`ray.wait`), and only
+the worker that sent it receives new weights. Every machine is a Ray node with daemons of its own (`ray.cluster_utils`), so that
+objects are sent by TCP between nodes, and through shared memory within one. The server is on machine 0, worker r on
 `machines[r]`.
 """
 
@@ -37,7 +37,7 @@ class Actor:
 
 class Server(Actor):
     def __init__(self, config: Row, size: int) -> None:
-        super().__init__(config, 0, size)  # it has the samples of worker 0, and takes none
+        super().__init__(config, 0, size)  # it has the samples of worker 0, and uses none
         self.optimizer = self.work.recipe.adamw(self.work.model)
         self.updates = 0
 
@@ -45,7 +45,7 @@ class Server(Actor):
         return [p.detach().numpy() for p in self.parameters]
 
     def apply(self, *gradients: Arrays) -> Arrays:
-        """One step with the mean of these."""
+        """Take a step with the mean of these gradients. Return the weights."""
         for parameter, *parts in zip(self.parameters, *gradients, strict=True):
             parameter.grad = torch.from_numpy(np.mean(parts, axis=0))
         torch.nn.utils.clip_grad_norm_(self.parameters, self.work.recipe.clip)
@@ -69,7 +69,7 @@ class Worker(Actor):
 
 
 def start_nodes(count: int, cores: Sequence[int] | None) -> list[list[int]]:
-    """One per machine, each with a resource of its own; machine 0 has this process too. Returns the first pids of each."""
+    """Start one node per machine, each with its own resource. Return the first pids of each; machine 0 has this process."""
     cluster, pids = Cluster(), []
     for number in range(count):
         if cores is not None:
@@ -87,7 +87,7 @@ def actor(kind: type[Any], machine: int, *arguments: Any) -> Any:
 
 
 def sync_losses(server: Any, workers: Sequence[Any]) -> Iterator[float]:
-    """The mean loss of each step, once all have taken it."""
+    """Yield the mean loss of each step."""
     weights = server.weights.remote()
     while True:
         gradients, losses = zip(*(w.gradient.options(num_returns=2).remote(weights) for w in workers), strict=True)
@@ -97,7 +97,7 @@ def sync_losses(server: Any, workers: Sequence[Any]) -> Iterator[float]:
 
 
 def async_losses(server: Any, workers: Sequence[Any]) -> Iterator[float]:
-    """The loss of each gradient, once it is applied."""
+    """Yield the loss of each gradient after it is applied."""
     weights = server.weights.remote()
     waiting = {}
     for worker in workers:

@@ -1,7 +1,7 @@
 """What every peer trains: the same weights, its share of the samples of each step, the same learning rates.
 
-Peers that are programs of their own print a row of JSON now and then, and wait for a line before they go on: so whoever
-started them can count in between. See `benchmarks/programs.py` for the other end.
+Peers that are programs of their own write rows of JSON, and wait for a line after each, so that the benchmark can count bytes
+in between. The other end is `harness/peer_programs.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.workload import recipe_of
+from benchmarks.harness.pipes import open_answers
+from benchmarks.harness.workload import recipe_of
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.schema import Config
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Work:
-    """The part of one of `size` workers. It computes in one thread."""
+    """The work of one of `size` workers, in one thread."""
 
     def __init__(self, config: Config, *, rank: int, size: int) -> None:
         torch.set_num_threads(1)
@@ -45,11 +46,11 @@ class Work:
         self.model = self.task.model()
 
     def batch(self) -> Any:
-        """Its samples of the next step."""
+        """Return this worker's samples of the next step."""
         return self.data.batch(self._sampler.next())
 
     def gradient(self) -> float:
-        """Of the next batch, into `.grad`. Returns the loss."""
+        """Add the gradient of the next batch to `.grad`. Return the loss."""
         loss = self.task.loss(self.model, self.batch())
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
@@ -57,7 +58,7 @@ class Work:
     def validation_loss(
         self, model: nn.Module | None = None, *, samples: int | None = None, device: torch.device = CPU
     ) -> float:
-        """Over the validation set, or its first samples. `device`: where the model is."""
+        """Return the loss over the validation set, or its first samples. `device`: that of the model."""
         result = evaluate(
             model or self.model,
             self.task,
@@ -71,16 +72,12 @@ class Work:
 
 
 def converse() -> tuple[Row, Callable[[Row], None]]:
-    """The order from the command line, and a function that tells a row and waits until it may go on.
-
-    Libraries print: only rows go to standard output, all else to standard error.
-    """
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
+    """Return the order on the command line, and a function that writes a row, then waits for a line of input."""
+    answer = open_answers()
 
     def tell(row: Row) -> None:
-        answers.write(json.dumps({"time": time.time(), **row}).encode() + b"\n")
+        answer({"time": time.time(), **row})
         if not sys.stdin.buffer.readline():
-            os._exit(0)  # nobody listens any more
+            os._exit(0)  # the benchmark has ended
 
     return json.loads(sys.argv[1]), tell

@@ -1,7 +1,7 @@
-"""A GPT on the embedded text that counts: at every step of a worker, the bytes of its sockets as the kernel sees them.
+"""A GPT on the embedded text that records, at every step of a worker, the bytes of its sockets as the kernel counts them.
 
 Rows go to the folder named in SMOLBENCH_COUNTS, a file per process: bytes sent and received so far, at the beginning of each
-step. There is no validation, so that nobody but workers computes.
+step. There is no validation, so that only workers compute.
 
     Counted           reads the counters when the loss is taken; a file is named after its process
     CountedByRank     when samples are read, which every rank of a mesh does once a step; a file is named after its rank
@@ -33,7 +33,7 @@ _ACKED, _SENT = 120, 200  # offsets in the kernel's struct tcp_info: bytes acked
 
 
 def kernel_bytes() -> Counts:
-    """Over all open TCP sockets of this process. (0, 0) where the kernel does not count."""
+    """Return the bytes of all open TCP sockets of this process; (0, 0) where the kernel does not count them."""
     sent = received = 0
     descriptors = Path("/proc/self/fd")
     for entry in descriptors.iterdir() if descriptors.is_dir() else ():
@@ -43,17 +43,17 @@ def kernel_bytes() -> Counts:
             with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
             acked, got = struct.unpack_from("=QQ", info, _ACKED)
-            if len(info) >= _SENT + 16:  # sent is ahead of acked by what is under way
+            if len(info) >= _SENT + 16:  # sent includes bytes that are not acknowledged yet
                 out, again = struct.unpack_from("=QQ", info, _SENT)
                 acked = out - again
             sent, received = sent + acked, received + got
         except (OSError, struct.error):
-            continue  # not TCP, or closed while we looked
+            continue  # not TCP, or closed meanwhile
     return sent, received
 
 
 def note(name: object) -> None:
-    """A row in the file of this name, if anybody wants it."""
+    """Add a row to the file of this name, if SMOLBENCH_COUNTS is set."""
     folder = os.environ.get(FOLDER)
     if folder:
         with (Path(folder) / f"{name}.txt").open("a", encoding="ascii") as file:
@@ -94,7 +94,7 @@ class _Noted:
 
 
 def read_counts(folder: Path) -> list[list[Counts]]:
-    """The rows of every process that took part."""
+    """Return the rows of every process."""
     return [read_rows(path) for path in sorted(folder.glob("*.txt"))]
 
 
@@ -104,10 +104,10 @@ def read_rows(path: Path) -> list[Counts]:
 
 
 def per_step(rows: Sequence[Counts], *, interval: int, skip: int = 4) -> tuple[float, float]:
-    """Bytes sent and received in a step: the median over all stretches of half the run.
+    """Return the bytes sent and received in a step: the median over all windows of half the run.
 
-    So the first steps, in which the state travels, do not count, and neither does what happens to be under way at the moment
-    of a reading. Stretches have whole intervals, and so as many of what comes once in `interval` steps as they should.
+    This excludes the first steps, in which the state is transferred, and bytes in flight at a reading. A window has whole
+    intervals, so what happens once in `interval` steps is counted in proportion.
     """
     rows = rows[skip:]
     window = len(rows) // 2 // interval * interval

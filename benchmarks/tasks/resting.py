@@ -1,7 +1,7 @@
-"""A sequence of layers that rest instead of computing, so that any number of ranks fits onto a few cores.
+"""A sequence of layers that sleep instead of computing, so that any number of ranks fits onto a few cores.
 
-Each layer takes REST_S seconds forward, as much for the gradient of its input, and as much for the gradient of its weight; the
-two halves of backward can be done apart, as zero-bubble schedules want it.
+Each layer takes SMOLBENCH_REST_S seconds forward, as long for the gradient of its input, and as long for the gradient of its
+weight. The two halves of backward can be separated, as zero-bubble schedules do.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.requires_grad:
-            x = x.detach().requires_grad_()  # the first layer has as much to do as the others
+            x = x.detach().requires_grad_()  # so that the first layer has as much work as the others
         y: Tensor = _Stream.apply(x) + _Weight.apply(self.weight)  # type: ignore[no-untyped-call]
         return y
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import mesh_bytes, p12
+from benchmarks import p12
+from benchmarks.harness import mesh_bytes
 from benchmarks.tasks import counted
 from tests.conformance.cases import Case, all_cases, assert_good_end, over
 from tests.equivalence.settings.test_memory import measured

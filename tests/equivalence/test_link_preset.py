@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from benchmarks.network import Network, check_possible, hosts
+from benchmarks.harness.network import Network, check_possible, hosts
 from tests.equivalence.test_diloco import CONFIG
 from tests.world import TASKS, ElasticWorld, Rank, Seat, Who, World, run_elastic_world, run_world
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.network import Network
+from benchmarks.harness.network import Network
 from safetensors.torch import load_file
 from tests.faults.elastic_history import (
     Lines,

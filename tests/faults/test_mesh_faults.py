@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.network import Network
+from benchmarks.harness.network import Network
 from tests import tasks
 from tests.equivalence.same_run import COMMON, GPT, assert_same_run
 from tests.places import at_most, separate_hosts

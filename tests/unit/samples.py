@@ -1,4 +1,4 @@
-"""A spec and events with every field filled in, for tests that are about a few of them."""
+"""A spec and events with every field set, for tests that need only a few of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from smolcluster.observe.events import RunStarted, StepLogged
 
 
 def spec_of(**fields: Any) -> WorkerSpec:
-    """The only rank there is."""
+    """Return the spec of the only rank."""
     alone = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     return WorkerSpec(**({"config": {}, "host": "here", "run_dir": ""} | alone | fields))
 

@@ -1,4 +1,4 @@
-"""An engine and a text without a model: bytes are tokens, and a test says what comes when."""
+"""An engine and a tokenizer without a model: bytes are tokens, and a test scripts the answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ByteText:
 
 
 class ByteDetokenizer:
-    """A text of its own has no space before it."""
+    """Drops the space before the first token."""
 
     def __init__(self, *, begins: bool) -> None:
         self._decoder, self._begins = codecs.getincrementaldecoder("utf-8")("replace"), begins
@@ -60,7 +60,7 @@ class ByteDetokenizer:
 
 
 def usual(ask: SequenceRequest) -> list[int]:
-    """Greedy: the same sentence again and again. Else letters drawn from the seed."""
+    """Return the same sentence repeatedly when greedy, else letters drawn from the seed."""
     if ask.sampling.temperature == 0:
         said = SAID.encode()
         return [said[i % len(said)] for i in range(ask.max_tokens)]
@@ -68,7 +68,7 @@ def usual(ask: SequenceRequest) -> list[int]:
 
 
 class ScriptedEngine:
-    """Says what `script` gives for an ask. All that a test waits for is an event."""
+    """Answers a request with what `script` returns for it. Tests wait for its semaphores, not for time."""
 
     def __init__(self, script: Callable[[SequenceRequest], list[int]] = usual, *, context: int = 512) -> None:
         self.context = self.model_context = context
@@ -81,7 +81,7 @@ class ScriptedEngine:
         self.hold_after: int | None = None  # so many tokens, until the sequence is closed
         self.pace_s = 0.0  # of a token
         self.ready = True
-        self.looked = 0  # how often its state was asked for
+        self.looked = 0  # number of calls of `state`
         self.more: dict[str, Any] = {}
 
     async def stream(self, ask: SequenceRequest) -> AsyncGenerator[Token, None]:
@@ -138,7 +138,7 @@ def service_of(engine: ScriptedEngine, **limits: Any) -> Service:
 def serving(
     engine: ScriptedEngine, *, http_limits: HttpLimits | None = None, place: Any = None, **limits: Any
 ) -> Iterator[int]:
-    """The service on a free port of loopback; ended with the block."""
+    """Run the service on a free port of loopback until the end of the block."""
     said = {"port": 0, "limits": http_limits or HttpLimits(ending_s=1), **(place or {})}
 
     def serve(ready: Callable[[str], None], until: threading.Event) -> None:

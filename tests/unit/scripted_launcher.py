@@ -1,4 +1,4 @@
-"""A launcher of `train --elastic` with scripted workers (scripted_process.py): no torch, started in a moment, on any host.
+"""A launcher of `train --elastic` with scripted workers (scripted_process.py): no torch, fast to start, on any host.
 
 python -m tests.unit.scripted_launcher RUN_DIR MIN:MAX WORKERS HOST:PORT SILENT_S
 """

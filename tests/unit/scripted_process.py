@@ -1,6 +1,6 @@
-"""A process of a run that does what a script says instead of training: no torch, no sockets, started in a moment.
+"""A process of a run that executes a script instead of training: no torch, no sockets, fast to start.
 
-`script.json` in the run directory has, for `server` and each `worker-RANK`, the lives of that seat; each is a list of actions:
+`script.json` in the run directory has, for `server` and each `worker-RANK`, a list of actions for each start of that process:
 
     listen           the server, or rank 0 of the mesh plane, announces port 4711
     row N            log step N
@@ -8,15 +8,15 @@
     mkdir NAME       make a folder there
     lines NAME N     make a file of N lines {"step": i}
     await NAME       wait for one
-    stop?            wait for the launcher's wish to stop
+    stop?            wait for the launcher's request to stop
     die              kill -9 itself
-    fail KIND TEXT   last words, and exit: 2 for `user`, else 1
-    finish, leave    the end of the run: 0; as asked: 130. `finish and note NAME` makes a file first
-    hang             ignore everything
+    fail KIND TEXT   report a failure, and exit: 2 for `user`, else 1
+    finish, leave    end the run with 0; on request with 130. `finish and note NAME` makes a file first
+    hang             ignore all signals
 
-The last life is repeated. `NAME-lives.txt` gets a line for each: the process id, and where the spec says the server is;
-`born.txt` in SCRIPT_FOLDER the id of every process that was started, also of those that never got a spec; `fourth` appears
-there with the fourth of them.
+Further starts repeat the last list. `NAME-lives.txt` gets a line for each start: the process id, and the server's address in
+the spec. `born.txt` in SCRIPT_FOLDER gets the id of every process, also of those that never received a spec; the fourth of them
+creates `fourth` there.
 """
 
 import json

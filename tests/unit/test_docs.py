@@ -1,7 +1,6 @@
-"""What the README and docs/ tell a reader to type: every command is one that exists, and those that need nobody else do it.
+"""Commands in the README and docs/: every one parses, and those that need no other machine run.
 
-A command that trains is run with `--dry-run` here: data, model, seats and what would be exchanged, but no step. That the steps
-themselves are right is what the rest of the tests is for.
+A command that trains is run with `--dry-run`: data, model, placement and the plan of exchanges, but no step.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(
     r"^(?:[\w.-]+[$#] +)?(?:[A-Z_]+=\S+ )*(?:smolcluster|torchrun -m smolcluster) ([a-z][^|\n]*)", re.MULTILINE
 )
-# They wait for other machines or for a person, want a run, data or a cluster that a reader has, or take long (`plan`).
+# They wait for other machines or for input, need a run, data or a cluster of the reader, or take long (`plan`).
 OF_OTHERS = re.compile(
     r"--resume|--world-size|--rdzv-endpoint|--dashboard|--profile|data\.root=path|wandb|max_seq_len=32768|gpt2-small|"
     r"^(?:server|worker|up|status|logs|down|join|plan|serve|stage|chat|generate|cluster|dashboard|top|doctor|export|import|"
@@ -121,7 +120,7 @@ def test_there_is_much_to_try() -> None:
 
 @pytest.mark.parametrize("command", TOLD, ids=lambda command: command.words)
 def test_a_command_of_the_docs_exists(command: Told) -> None:
-    """With these arguments and options; nothing is done."""
+    """Parse its arguments and options; run nothing."""
     parser: Any = typer.main.get_command(build_app())
     words = spread_overrides(shlex.split(command.words))
     context = parser.make_context("smolcluster", words)
@@ -136,7 +135,7 @@ def test_a_command_of_the_docs_exists(command: Told) -> None:
 def test_a_command_of_the_docs_works(
     command: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a folder that has what the pages say there is."""
+    """Run it in a folder with the files that the pages mention."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SMOLCLUSTER_TOKEN", raising=False)
@@ -168,7 +167,7 @@ def test_comments_behind_commands_stand_in_one_column(page: Path) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md", "docs/dashboard.md", "docs/cluster.md"])
 def test_a_laptop_can_train_what_the_first_pages_train(page: str) -> None:
-    """`gpt` takes hours on two cores; a reader who copies a line wants to see it end."""
+    """`gpt` takes hours on two cores: the first pages must not train it."""
     commands = [command.words.split() for command in ON_PAGES if command.page == page]
     started = [words for words in commands if words[0] in ("train", "server") and "--dry-run" not in words]
     assert started
@@ -186,12 +185,12 @@ def test_the_cluster_file_of_the_readme(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="not a checkout")
 def test_what_uv_sync_writes_is_ignored() -> None:
-    """CONTRIBUTING.md says why there is no lock."""
+    """CONTRIBUTING.md explains why there is no lock file."""
     assert subprocess.run(["git", "check-ignore", "--quiet", "uv.lock"], cwd=ROOT, check=False).returncode == 0
 
 
 def test_the_strategies_that_are_shown_are_strategies() -> None:
-    """They stand in the order in which a reader would write them; each has all that its base asks for."""
+    """They run in the order of the page; each implements all that its base requires."""
     page = (ROOT / "docs/strategies/index.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {"__name__": "shown"}
     for language, block in BLOCK.findall(

@@ -1,4 +1,4 @@
-"""The runner of the tests: a failed test has a second try, alone, and is named in the end."""
+"""The runner of the tests: a failed test is run once more, alone, and is listed at the end."""
 
 from __future__ import annotations
 

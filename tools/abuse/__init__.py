@@ -1,6 +1,6 @@
-"""Everything a stranger can throw at the listening sockets of a run that trains, and of a model that is served.
+"""Attacks on every listening socket of a run that trains, and of a model that is served.
 
-    python -m tools.abuse                                  10^6 damaged frames at each subject and all the rest
+    python -m tools.abuse                                  10^6 damaged frames at each subject, and all other attacks
     python -m tools.abuse --only serving                   one of the subjects: training, serving
     python -m tools.abuse --frames 20000 --run syncps      fewer, at one of the runs
     python -m tools.abuse --attack idle loris              some of the attacks
@@ -11,37 +11,37 @@
     serving     serve; serve-token: by TLS, and a key for HTTP             serving.py
 
     attack, on the elastic plane (elastic.py)
-    flood       damaged frames, one a connection: bits flipped, fields and lengths changed with checksums that fit, noise;
-                from strangers, and from processes that went through the handshake but are no members
+    flood       damaged frames, one a connection: bits flipped, fields and lengths changed with valid checksums, noise; from
+                unauthenticated clients, and from clients that passed the handshake and are not members
     monsters    headers that announce up to 2^64 - 1 bytes
     json        meta that is deep, huge, or full of huge numbers
-    bombs       payloads that would be large if anybody unpacked them, and objects that would run if anybody unpickled them
-    idle        a thousand connections that say nothing
-    loris       a hundred that say a byte now and then
+    bombs       payloads that would be large if they were decompressed, and objects that would run if they were unpickled
+    idle        a thousand connections that send nothing
+    loris       a hundred that send a byte now and then
     impostors   no token, a wrong one, another cluster's id, TLS 1.2, a recorded handshake
-    hoard       a process that is no member sends what is in order and leaves it to the other side to keep it, or asks and
-                never reads the answers
-    forge       (serving) messages in order with the numbers of batches and sequences that are under way
+    hoard       a client that is not a member sends valid messages for the server to buffer, or sends requests and never reads
+                the responses
+    forge       (serving) valid messages with the numbers of batches and sequences in flight
 
-    attack, on an HTTP port (web.py); bombs, idle, loris and impostors (no key, a wrong one) are tried there, too
+    attack, on an HTTP port (web.py); bombs, idle, loris and impostors (no key, a wrong one) are run there, too
     requests    damaged requests, one a connection
     bodies      bodies that are announced to be huge, and some without an end
     origins     every verb on every path, from pages of other sites and under other names (DNS rebinding)
 
-What must hold, or the exit status is 1:
+Rules; if one is broken, the exit status is 1:
 
-    every connection is ended by the other side; nobody dies; nothing is executed
+    the server closes every connection; no process dies; no code is executed
     a process grows by at most 16 MB                                                     (all attacks together)
     an announcement that is too large is refused within 10 ms, and costs less than 1 MB  (median; monsters, bodies)
-    who does not prove itself is gone after 5 s; who does not ask an HTTP port, after 10 (idle, loris)
-    no impostor and no page of another site hears anything but a refusal
-    the work slows by at most 2 % under idle, loris and monsters, if it can be told from the noise between quiet spells
+    a connection without a handshake is closed after 5 s, one without an HTTP request after 10 (idle, loris)
+    an impostor or a page of another site receives nothing but a refusal
+    the work slows by at most 2 % under idle, loris and monsters, beyond the noise between quiet intervals
 
-    training: nobody joins, nobody is lost, no gradient is refused, and the history keeps its rules; the weights at the end are
-              those of a run that nobody disturbed, to the last bit
-    serving:  every question is answered, before, during and after, with the text that one process gives that has all the
-              weights; log probabilities stay the same to 0.001. No server says 500, no log has a traceback
+    training: no member joins or is lost, no gradient is refused, and the history is valid; the final weights are those of a run
+              without attacks, to the last bit
+    serving:  every request is answered, before, during and after, with the text that one process with all the weights gives;
+              log probabilities stay the same to 0.001. No server returns 500, no log has a traceback
 
-Only Linux tells so much about other processes. Attackers share the machine with the run, so a flood slows it for want of
-processors: that is shown, and held against nothing.
+Only on Linux: /proc has memory and sockets of other processes. The attacking processes share the machine with the run, so a
+flood slows it for lack of cores: that is shown, and breaks no rule.
 """

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sockets(run: str, doors: Sequence[str]) -> int:
-    """Of the elastic plane: damaged frames are shared out among them."""
+    """Return how many sockets of the elastic plane share the damaged frames."""
     if run in serving.RUNS:
         return max(1, len([door for door in doors if door != "http"]))
     return 1 if run.startswith("syncps") else 3
@@ -73,7 +73,7 @@ def _attacked(subject: str, run: str, folder: Path, options: argparse.Namespace,
 
 def _check_possible() -> None:
     if not Path("/proc/self/fd").is_dir():
-        raise UserError("abuse needs Linux: it looks at other processes' memory and sockets in /proc")
+        raise UserError("abuse needs Linux: it reads the memory and sockets of other processes in /proc")
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""Ways to the listening sockets of a run, and what is known of its processes from outside."""
+"""Connections to the listening sockets of a run, and figures of its processes from /proc."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
 from smolcluster.comm.elastic.transport.parser import Parser
 from smolcluster.comm.elastic.transport.security import Credentials, Keyring, NoToken
 
-GONE_S, TO_NOTICE_S = 5.0, 0.5  # the second: for us to see it, on a machine that is busy with the attack
+GONE_S, TO_NOTICE_S = 5.0, 0.5  # the second: until the attacker notices, on a machine that is busy with the attack
 HANG_S = 20.0
 
 
@@ -26,7 +26,7 @@ HANG_S = 20.0
 
 
 class Ended(Exception):
-    """The other side has hung up."""
+    """The server has closed the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,18 @@ class Door:
     pid: int
     port: int
     keyring: Keyring | None = None
-    role: str = "worker"  # what a guest says that it is
-    asks: bool = False  # nobody is listened to here who has not asked first
-    gone_s: float = GONE_S  # whoever says nothing is put out after this
+    role: str = "worker"  # of a guest
+    asks: bool = False  # a connection begins with an ASK
+    gone_s: float = GONE_S  # a silent connection is closed after this
     key: str | None = None  # of an HTTP port
 
     def connect(self) -> socket.socket:
-        """From one of many addresses of this machine, so that ports do not run out."""
+        """Connect from one of many addresses of this machine, so that ports do not run out."""
         sock = socket.socket()
         sock.settimeout(HANG_S)
         sock.bind((f"127.{random.randrange(1, 255)}.{random.randrange(256)}.{random.randrange(1, 255)}", 0))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves nothing behind
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no TIME_WAIT
         sock.connect(("127.0.0.1", self.port))
         return sock
 
@@ -58,11 +58,11 @@ class Door:
 
 
 def nowhere(_: Head) -> None:
-    """Where an attacker wants payloads."""
+    """Provide no buffer for a payload."""
 
 
 class Guest:
-    """Goes through the handshake, by hand, and then says what it likes."""
+    """A client that does the handshake itself, and then sends any bytes."""
 
     _contexts: dict[str, ssl.SSLContext] = {}
 
@@ -80,7 +80,7 @@ class Guest:
         self._nonce = secrets.token_bytes(32)
 
     def greet(self, then: bytes = b"") -> Guest:
-        """`then` leaves together with the proof."""
+        """Do the handshake. `then`: sent together with the proof."""
         self.say(self.hello())
         theirs = bytes.fromhex(self.hear().meta["nonce"])
         proof = self.credentials.prove("client", mine=self._nonce, theirs=theirs)
@@ -88,7 +88,7 @@ class Guest:
         return self
 
     def hello(self) -> bytes:
-        """A rank and a host that nobody else has: names are for the taking."""
+        """Return a HELLO with a rank and a host that no member has."""
         who = {"role": self._role, "rank": random.randrange(100, 1 << 20), "host": secrets.token_hex(8), "versions": {}}
         meta = {"nonce": self._nonce.hex(), "instance": secrets.token_hex(8), "run": "", **who}
         return self.encoded(Message(kind=Kind.HELLO, meta=meta))
@@ -111,7 +111,7 @@ class Guest:
 
 
 def until_the_end(sock: socket.socket, *, half_close: bool = True) -> bytes:
-    """What the other side still says. Raises TimeoutError when it does not hang up."""
+    """Return what the server still sends. Raises TimeoutError when it does not close the connection."""
     heard = b""
     with contextlib.suppress(ConnectionError, ssl.SSLError, OSError) if half_close else contextlib.nullcontext():
         if half_close:
@@ -126,7 +126,7 @@ def until_the_end(sock: socket.socket, *, half_close: bool = True) -> bytes:
     return heard
 
 
-# What is known of a process from outside
+# Figures of a process
 
 
 def resident_bytes(pid: int) -> int:
@@ -134,7 +134,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def peak_bytes(pid: int, *, anew: bool = False) -> int:
-    """The most that was ever resident. `anew`: count from now on."""
+    """Return the peak of resident memory. `anew`: reset it."""
     if anew:
         Path(f"/proc/{pid}/clear_refs").write_text("5")
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -156,7 +156,7 @@ def listening_ports(pid: int) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether this process is there, and more than an entry in a table."""
+    """Return True if this process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

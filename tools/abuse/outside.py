@@ -1,4 +1,4 @@
-"""What needs no attack: nobody listens beyond loopback without a secret, and nothing on the wire is unpacked."""
+"""Rules that need no attack: no server listens beyond loopback without a secret, and nothing on the wire is decompressed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPEN = (
 
 
 def opens_without_a_token(folder: Path, commands: Sequence[Sequence[str]] = OPEN) -> list[str]:
-    """Whoever is told to listen on all addresses and has no token refuses to start. Returns what is wrong."""
+    """Check that commands refuse to listen on all addresses without a token. Return what is wrong."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SMOLCLUSTER_")}
     environ["XDG_CONFIG_HOME"] = str(folder / "no-token")
     found = []
@@ -42,7 +42,7 @@ def opens_without_a_token(folder: Path, commands: Sequence[Sequence[str]] = OPEN
 
 
 def unpacks_nothing() -> list[str]:
-    """There is no decompression on the wire: nothing in these folders could do it. Returns the offenders."""
+    """Check that no file of the folders on the wire imports a decompressor. Return the offenders."""
     found = []
     for path in sorted(file for name in ("comm", "web", "serve") for file in _sources(name)):
         for node in ast.walk(ast.parse(path.read_text())):

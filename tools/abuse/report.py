@@ -1,4 +1,4 @@
-"""Attacks one after the other, with quiet between them, and what became of each."""
+"""Run attacks one after the other, with quiet intervals between them, and report the result of each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tools.abuse.doors import Door, alive, resident_bytes
 GROWTH_BYTES = 16 << 20
 SLOWER = 0.02
 QUIET_S = 3.0  # between attacks
-WARMING = 200  # damaged frames at each socket before anything counts
-HELD_AGAINST = ("monsters", "idle", "loris")  # attacks that cost the attacker little: these must not slow the work
-UNREPEATED = ("idle", "loris", "hoard", "bodies", "origins", "forge")  # not worth their time for warming up
+WARMING = 200  # damaged frames at each socket before the measurement
+HELD_AGAINST = ("monsters", "idle", "loris")  # cheap for the attacker: these must not slow the work
+UNREPEATED = ("idle", "loris", "hoard", "bodies", "origins", "forge")  # too slow to run in the warm-up
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of one attack on one socket."""
+    """The result of one attack on one socket."""
 
     attack: str
     door: str
@@ -44,7 +44,7 @@ class Report:
     slower: dict[str, float] = field(default_factory=dict)  # by attack: 0.01 is 1 %
     noise: float = float("nan")
     steps: int = 0
-    silences: int = 0  # stages that were taken for dead on a machine that is too busy, and came back
+    silences: int = 0  # stages that were lost for silence on a machine that is too busy, and came back
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -56,14 +56,14 @@ Attack = Callable[[Door, Result, random.Random, int], None]
 
 
 class Attacks:
-    """Some attacks, by name; `run` tries one on one socket."""
+    """Attacks by name; `run` runs one on one socket."""
 
     names: tuple[str, ...] = ()
 
     def __init__(self, canary: Path) -> None:
-        """`canary`: a file that is there if code of ours was executed."""
+        """`canary`: a file that exists if code of an attack was executed."""
         self.canary = canary
-        self.most_s = self.deadline = math.inf  # of a flood: seconds, and when they are over
+        self.most_s = self.deadline = math.inf  # of a flood: its duration, and its end
 
     def run(self, name: str, door: Door, *, seed: int, count: int) -> Result:
         result = Result(name, door.name)
@@ -73,7 +73,9 @@ class Attacks:
         try:
             attack(door, result, random.Random(f"{name} {door.name} {seed}"), count)
         except ConnectionRefusedError:
-            result.wrong.append("nobody listens any more")
+            result.wrong.append("the socket refuses connections")
+        if self.canary.exists():
+            result.wrong.append("code was executed")
         result.seconds = time.monotonic() - began
         result.window = (result.window[0], time.time())
         return result
@@ -92,7 +94,7 @@ def besiege(
     seed: int,
     quiet_s: float,
 ) -> list[tuple[float, float]]:
-    """Every attack on every socket that it is made for. Returns the quiet spells, by the wall clock."""
+    """Run every attack on every socket that it applies to. Return the quiet intervals, by the wall clock."""
     quiet: list[tuple[float, float]] = []
 
     def rest() -> None:
@@ -101,7 +103,7 @@ def besiege(
         quiet.append((began, time.time()))
 
     todo = [(name, abuse, door) for name in attacks for abuse, door in targets if name in abuse.names]
-    for name, abuse, door in todo:  # so that what is loaded late is loaded
+    for name, abuse, door in todo:  # warm up: load what is loaded late
         if name not in UNREPEATED:
             abuse.run(name, door, seed=seed - 1, count=min(WARMING, frames_each))
     before = {who: resident_bytes(pid) for who, pid in pids.items()}
@@ -117,11 +119,13 @@ def besiege(
         grown = report.growth_mb[who] = (resident_bytes(pid) - before[who]) / 2**20
         if grown > GROWTH_BYTES / 2**20:
             report.wrong.append(f"{who} grew by {grown:.1f} MB")
+    if any(abuse.canary.exists() for abuse, _ in targets):
+        report.wrong.append("code was executed")
     return quiet
 
 
 def hold_times(report: Report, times: Sequence[float], quiet: Sequence[tuple[float, float]], *, what: str) -> None:
-    """How long steps or answers took during each attack, against the quiet spells before and after. `times`: their ends."""
+    """Compare the duration of steps or answers under each attack with the quiet intervals. `times`: their ends."""
     spells = [s for s in (_each_s(times, window) for window in quiet) if s]
     if not spells:
         return
@@ -134,18 +138,18 @@ def hold_times(report: Report, times: Sequence[float], quiet: Sequence[tuple[flo
     for name in HELD_AGAINST:
         slower = report.slower.get(name, 0.0)
         if slower > SLOWER + report.noise:
-            report.wrong.append(f"{name}: {what} slowed by {slower:.1%}; quiet spells differ by {report.noise:.1%}")
+            report.wrong.append(f"{name}: {what} slowed by {slower:.1%}; quiet intervals differ by {report.noise:.1%}")
 
 
 def _each_s(times: Sequence[float], window: tuple[float, float]) -> float:
-    """Mean seconds from one to the next in this window; 0 where there are too few."""
+    """Return the mean seconds from one to the next in this window; 0 where there are too few."""
     inside = [t for t in times if window[0] <= t <= window[1]]
     return (inside[-1] - inside[0]) / (len(inside) - 1) if len(inside) > 10 else 0.0
 
 
 def show(report: Report) -> None:
     steps = "answers" if report.run.startswith("serve") else "steps"
-    print(f"\n{report.run}: {report.steps} {steps}; quiet spells differ by {report.noise:.1%}")
+    print(f"\n{report.run}: {report.steps} {steps}; quiet intervals differ by {report.noise:.1%}")
     print(f"  {'attack':<10} {'socket':<10} {'count':>8} {'per s':>7}  {'slower':>7}  figures")
     for result in report.results:
         rate = result.count / max(result.seconds, 1e-9)

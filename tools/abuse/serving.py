@@ -1,17 +1,11 @@
-"""A model that is served, and a witness who asks it the same questions all the time.
+"""A model that is served, and a thread that sends it the same requests all the time.
 
     run            processes                                  listening sockets
     serve          a front, a stage of its own, another one   the front's, one of each stage, HTTP's
     serve-token    the same                                   the same behind TLS, and a key for HTTP
 
-Text is greedy, so the same question must have the same answer before, during and after an attack: what one process says that
-has all the weights. The log probabilities are held against the first ones: a cache that was touched shows there first.
-
-    attack (beside those on any run)
-    forge       a guest that is no stage sends what is in order, with the numbers of batches and sequences that are under way
-    requests    damaged HTTP requests, one a connection
-    bodies      HTTP bodies that are announced to be huge, and some without an end
-    origins     every verb on every path, from pages of other sites and under other names (DNS rebinding)
+Text is greedy, so the same prompt must have the same answer before, during and after an attack: that of one process with all
+the weights. Log probabilities are compared with the first ones: a corrupted cache shows there first.
 """
 
 from __future__ import annotations
@@ -24,7 +18,6 @@ import os
 import random
 import re
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -36,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.harness.processes import free_port
 
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
@@ -77,7 +71,7 @@ SITE = Site(
 HOP = ("0123456789abcdef", "127.0.0.1:1")
 
 
-# What is said
+# Messages
 
 
 def _rows(sequence: int, *, activations: bool, route: tuple[tuple[str, str], ...] = ()) -> Message:
@@ -111,7 +105,7 @@ def _chosen(batch: int, sequences: Sequence[int]) -> Message:
 
 
 def speech(canary: Path) -> Speech:
-    """As fronts and stages speak."""
+    """Return messages as fronts and stages send them."""
     assignment = Assignment(first_layer=0, num_layers=1, first=True, last=False, secret="", name="x", next=(HOP,))
     command = harm(canary)
     weights = {"count": 1, "meta": {"assignment": 1}}
@@ -148,12 +142,12 @@ def speech(canary: Path) -> Speech:
 
 
 class Forger(Abuse):
-    """All attacks on the elastic plane, and one that knows what is under way."""
+    """All attacks on the elastic plane, and one that forges messages about batches in flight."""
 
     names = (*Abuse.names, "forge")
 
     def __init__(self, canary: Path, answers: Callable[[], int]) -> None:
-        """`answers`: so many questions were answered. That tells about which numbers are in use."""
+        """`answers`: the number of answers so far, from which follow the numbers in use."""
         super().__init__(canary, speech(canary))
         self._answers = answers
 
@@ -167,7 +161,7 @@ class Forger(Abuse):
             for batch in range(max(1, done * TOKENS - 2 * TOKENS), (done + 3) * TOKENS):
                 forged += [_chosen(batch, sequences), Message(kind=Kind.FAILED, step=batch, meta={"why": "x"})]
             forged += [Message(kind=Kind.FORGET, meta={"sequences": list(sequences)}), Message(kind=Kind.STOP)]
-            for start in range(0, len(forged), 10):  # the first that is refused ends a connection
+            for start in range(0, len(forged), 10):  # the connection is closed at the first that is refused
                 result.count += len(forged[start : start + 10])
                 self._say(door, result, forged[start : start + 10])
 
@@ -180,14 +174,14 @@ class Forger(Abuse):
         except TimeoutError:
             result.wrong.append(f"no end within {HANG_S:g} s of forged messages")
         except (ConnectionError, ssl.SSLError, Ended):
-            pass  # put out in the middle of it
+            pass  # closed before all was sent
 
 
-# The witness
+# Requests that must be answered
 
 
 class Witness(threading.Thread):
-    """Asks the same questions in turn, each on a connection of its own, and is content with the same answers only."""
+    """Sends the same requests in turn, each on a connection of its own, and checks the answers."""
 
     def __init__(self, door: Door, expected: Mapping[str, str]) -> None:
         super().__init__(name="witness", daemon=True)
@@ -209,12 +203,12 @@ class Witness(threading.Thread):
         try:
             text, logprobs = self._asked(prompt)
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            self.wrong.append(f"after {len(self.times)} answers there was none: {error!r}")
+            self.wrong.append(f"no answer after {len(self.times)} answers: {error!r}")
             return
         self.times.append(time.time())
         first = self._logprobs.setdefault(prompt, logprobs)
         if text != self._expected[prompt]:
-            self.wrong.append(f"{text!r} was the answer where {self._expected[prompt]!r} is right")
+            self.wrong.append(f"the answer was {text!r}, expected was {self._expected[prompt]!r}")
         elif max(abs(a - b) for a, b in zip(first, logprobs, strict=True)) > CLOSE:
             self.wrong.append(f"log probabilities of {text!r} were {first} and are {logprobs}")
 
@@ -250,7 +244,7 @@ class Served:
 
 
 def written(folder: Path) -> Path:
-    """A run of a tiny model whose weights are random: its text is nonsense, and the same every time."""
+    """Write a run of a tiny model with random weights from a fixed seed."""
     run = folder / "run"
     if run.exists():
         return run
@@ -268,7 +262,7 @@ def written(folder: Path) -> Path:
 
 
 def expected_of(run: Path) -> dict[str, str]:
-    """What one process says that has all the weights."""
+    """Return the answers of one process with all the weights."""
     source = find_source(str(run))
     model = build(source.config)
     assert isinstance(model, GPT)
@@ -284,14 +278,14 @@ def expected_of(run: Path) -> dict[str, str]:
 
 
 def _environment(folder: Path, **said: str) -> dict[str, str]:
-    """Of a user who has set nothing."""
+    """Return an environment without settings of this user."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SMOLCLUSTER_")}
     return kept | {"XDG_CONFIG_HOME": str(folder / "no-token"), "OMP_NUM_THREADS": "1"} | said
 
 
 @contextlib.contextmanager
 def served(folder: Path, run: Path, *, token: str) -> Iterator[Served]:
-    """A front with one stage of its own, and another stage that was started by hand. Ready."""
+    """Start a front with one stage of its own, and another stage by hand; wait until they are ready."""
     folder.mkdir(parents=True, exist_ok=True)
     environ = _environment(folder, **({"SMOLCLUSTER_TOKEN": token} if token else {}))
     keyring, key = (Keyring([token]), new_token()) if token else (None, None)
@@ -308,7 +302,7 @@ def served(folder: Path, run: Path, *, token: str) -> Iterator[Served]:
         return process.pid
 
     try:
-        port = _free_port()
+        port = free_port()
         options = ["--stages", "2", "--workers", "1", "--listen", f"127.0.0.1:{port}", "--codec", "fp32", "--port", "0"]
         front = start("serve", str(run), *options, "--no-browser", *(["--api-key", key] if key else []))
         page = int(_told(log, front, r"chat  http://127.0.0.1:(\d+)/"))
@@ -347,18 +341,13 @@ def _told(log: Path, pid: int, words: str) -> str:
     return str(_until(found, words, log)[1])
 
 
-def _free_port() -> int:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
-
-
 def _port_of(pid: int) -> int:
     (port,) = listening_ports(pid)
     return port
 
 
 def _until(question: Callable[[], Any], what: str, log: Path) -> Any:
-    """The first answer that is none of the empty ones."""
+    """Return the first answer that is not empty."""
     deadline = time.monotonic() + START_S
     while not (answer := question()):
         if time.monotonic() > deadline:
@@ -375,7 +364,7 @@ def _ready(door: Door) -> bool:
 
 
 def _children(pid: int) -> list[int]:
-    """Processes that this one has started."""
+    """Return the children of a process."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -398,8 +387,11 @@ def attack(
     doors: Sequence[str] = DOORS,
     most_s: float = math.inf,
 ) -> Report:
-    """`frames_each`: damaged frames at each listening socket, or as many as `most_s` is time for. `quiet_s`: between attacks,
-    to hold them against."""
+    """Attack a model that is served.
+
+    `frames_each`: damaged frames at each listening socket, or as many as fit into `most_s`. `quiet_s`: between attacks, for
+    comparison.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     report, canary = Report(run), folder / f"{run}-canary"
     model = written(folder)
@@ -421,19 +413,17 @@ def attack(
             witness.ask(prompt)
         report.wrong += witness.wrong
         report.steps = len(witness.times)
-        _judge(report, world, canary)
+        _judge(report, world)
     hold_times(report, witness.times, quiet, what="answering")
     return report
 
 
-def _judge(report: Report, world: Served, canary: Path) -> None:
+def _judge(report: Report, world: Served) -> None:
     said = world.log.read_text(errors="replace")
     if "Traceback" in said:
         at = said.index("Traceback")
-        report.wrong.append(f"an error that nobody expected: {said[max(0, at - 300) : at + 1500]}")
+        report.wrong.append(f"an unexpected error: {said[max(0, at - 300) : at + 1500]}")
     report.silences = len(re.findall(r"lost \S+: silent for", said))
     lost = re.findall(r"lost (?:stage-0|by-hand): .*", said)
     if len(lost) > report.silences:
         report.wrong.append(f"the front has lost stages: {lost[:3]}")
-    if canary.exists():
-        report.wrong.append("code was executed")

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network import Network, check_possible, hosts
+from benchmarks.harness.network import Network, check_possible, hosts
 from tests.faults.elastic_history import lines_of
 
 from smolcluster.errors import UserError
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _try(what: Plan | str, options: argparse.Namespace, folder: Path, network: Network | None) -> int:
-    """One strategy: without faults, then with them. Returns the number of violations."""
+    """Run one strategy without faults, then with them. Return the number of violations."""
     strategy = what if isinstance(what, str) else what.strategy
     bound = options.staleness_bound if isinstance(what, str) else what.staleness_bound
     workers = options.workers if isinstance(what, str) else what.workers

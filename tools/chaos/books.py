@@ -1,4 +1,4 @@
-"""What a run came to: goodput, stalls, rules that were broken."""
+"""Results of a run: goodput, stalls, rules that were broken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.chaos.plan import ALLOWED, BATCH, METHODS, Plan, Victim
 
 @dataclass(slots=True)
 class Books:
-    """What a run came to."""
+    """Results of a run."""
 
     seconds: float
     step_s: float
@@ -26,7 +26,7 @@ class Books:
     compute_s: float  # per sample
     alive_s: float  # of all workers
     round_s: float = 0.0  # between two commits; 0 where a round is a step
-    stalled_s: float = 0.0  # of that: while a fault was not yet known, as far as it is allowed
+    stalled_s: float = 0.0  # of that: until faults were detected, at most ALLOWED each
     loss: float = float("nan")
 
     @property
@@ -68,7 +68,7 @@ def keep_books(world: ElasticWorld, victims: Sequence[Victim] = ()) -> Books:
 
 
 def _alive_s(life: Life, away: Sequence[tuple[float, float]], *, since: float, until: float) -> float:
-    """From ready to dead, without the time it was frozen or cut off."""
+    """Return the time from ready to killed, without the time in which it was frozen or cut off."""
     to_wall = time.time() - time.monotonic()
     ready = [when for event, when in zip(life.events, life.times, strict=True) if isinstance(event, RunStarted)]
     if not ready:
@@ -81,10 +81,10 @@ def _alive_s(life: Life, away: Sequence[tuple[float, float]], *, since: float, u
 
 def measure_stalls(lines: Lines, victims: Sequence[Victim]) -> None:
     for victim in victims:
-        # One that leaves in good order finishes its round.
+        # A worker that leaves finishes its round.
         left = [line["time"] for line in changes(lines, "left") if line["instance"] == victim.instance]
         since = left[0] if left and victim.fault.kind == "join" else victim.time
-        # One that was away for so short a time that nobody missed it may count as soon as it is back.
+        # A worker that was away for less than the time limits may count as soon as it is back.
         back = [end for _, _, end in victim.away]
         found = (
             line["time"] - since
@@ -105,7 +105,7 @@ def violations(
     least: float,
     margin: float,
 ) -> list[str]:
-    """`least` goodput, as a share of that without faults; `margin`: by how much the loss may be higher."""
+    """Return the broken rules. `least`: goodput as a share of that without faults. `margin`: of the loss."""
     lines = lines_of(world)
     found = history.check(lines)
     rounds = [range(line["step"] - line.get("steps", 1) + 1, line["step"] + 1) for line in commits(lines)]

@@ -1,4 +1,4 @@
-"""Which fault comes when, and what became of it."""
+"""The schedule of faults, and the result of each."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ SLOW_RATE = "1mbit"
 GOODPUT = 0.95
 PACE_S = 0.04
 BATCH = 8
-RATE_STEPS = 100  # to learn how many a minute has
-LEAVE_S = 5.0  # so long a worker may take to leave
+RATE_STEPS = 100  # to measure the steps of a minute
+LEAVE_S = 5.0  # for a worker to leave
 RESTART_S = 1.0  # from a death to the start of the next
 
 
@@ -48,12 +48,12 @@ RESTART_S = 1.0  # from a death to the start of the next
 class Fault:
     at_s: float  # since the first committed step
     kind: str
-    worker: int  # the victim; no matter for `server`
+    worker: int  # the victim; not used by `server`
     lasts_s: float = 0.0
 
 
 def schedule(seed: int, *, seconds: float, period_s: float, workers: int, kinds: Sequence[str]) -> list[Fault]:
-    """One fault in every period, of each kind equally often, on random workers."""
+    """Return one fault for every period, of each kind equally often, on random workers."""
     dice = random.Random(f"chaos {seed}")
     faults: list[Fault] = []
     bag: list[str] = []
@@ -69,7 +69,7 @@ def schedule(seed: int, *, seconds: float, period_s: float, workers: int, kinds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything a run with faults follows from; what --replay reads."""
+    """All that determines a run with faults; --replay reads it."""
 
     strategy: str  # of METHODS
     staleness_bound: int

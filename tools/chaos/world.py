@@ -1,4 +1,4 @@
-"""A run, and the faults of a plan in it."""
+"""Run a world with the faults of a plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network import Network
+from benchmarks.harness.network import Network
 from tests.faults.elastic_history import instance_of
 from tests.world import ElasticWorld, Who, run_elastic_world
 
@@ -29,7 +29,7 @@ class Chaos:
             if not self._rest(world, until=began + fault.at_s):
                 break
             self._commit(world, fault)
-        # As a launcher does: whoever comes when the server has left is sent home.
+        # As a launcher does: kill workers that have not left after the server ended.
         self._rest(world, until=began + 10 * self.plan.steps)
         for rank in range(self.plan.workers):
             with contextlib.suppress(AssertionError):
@@ -88,7 +88,7 @@ class Chaos:
 
     @staticmethod
     def _rest(world: ElasticWorld, *, until: float) -> bool:
-        """Until that time; False when the run is over before."""
+        """Wait until that time. Return False when the run has ended before."""
         left = until - time.monotonic()
         with contextlib.suppress(AssertionError):
             world.wait(lambda: not world.alive("server"), what="the end", within_s=max(0.0, left))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.network import check_possible, hosts
+from benchmarks.harness.network import check_possible, hosts
 from tests.e2e.command import TINY, Smol, read_rows
 from tests.e2e.launch.sshd import Box, Lab, lab, make_key
 from tests.places import eventually, free_port, small_disk

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.network import Network
+from benchmarks.harness.network import Network
 from tests.e2e.command import TINY, Running, Smol, children, read_rows
 from tests.places import eventually, free_port, separate_hosts
 

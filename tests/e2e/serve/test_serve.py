@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.network import check_possible, hosts
+from benchmarks.harness.network import check_possible, hosts
 from tests.e2e.command import TINY, Running, Smol, children
 from tests.places import eventually, free_port
 

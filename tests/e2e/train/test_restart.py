@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.network import Network
+from benchmarks.harness.network import Network
 from safetensors.torch import load_file
 from tests.e2e.command import TINY, Smol, children, read_rows, read_summary
 from tests.places import eventually, separate_hosts

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.mesh_bytes import CASES, TASK, MeshCase, compare, formula, fsdp, settings
+from benchmarks.harness.mesh_bytes import CASES, TASK, MeshCase, compare, formula, fsdp, settings
+from benchmarks.harness.workload import Shape
 from benchmarks.tasks import counted
-from benchmarks.workload import Shape
 from tests.world import run_world
 
 SHAPE = Shape("tiny", 64, 4, 4, 64, 8)

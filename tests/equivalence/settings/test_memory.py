@@ -33,7 +33,7 @@ GPT = {
 
 
 def _be_rank(rank: int, size: int, plain: dict[str, Any], pipe: Any) -> None:
-    from benchmarks.p6_rank import measure
+    from benchmarks.programs.p6_rank import measure
 
     from smolcluster.comm.mesh.rendezvous import RankPlace, connect
 

@@ -1,12 +1,11 @@
-"""Bytes on the mesh plane: what fsdp, tensor, pipeline and mesh move, three times over.
+"""Bytes on the mesh plane: what fsdp, tensor, pipeline and mesh transfer, from three sources.
 
     formula    of the strategy's page in docs/, for gloo
     counted    by the run itself, as in metrics.jsonl and summary.json
     kernel     on the sockets of each rank, over gloo on loopback
 
-A = B T D bytes of activations between layers, S bytes of parameters, N ranks. The formulas leave the small things out:
-the norm and the loss that all agree on, gradients of norms and biases, and around each message gloo's own header
-(144 bytes for each of the pieces it cuts a tensor into).
+A = B T D bytes of activations between layers, S bytes of parameters, N ranks. The formulas omit what is small: the reduction of
+the gradient norm and of the loss, gradients of norms and biases, and gloo's header of 144 bytes for each piece of a tensor.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import smolcluster
-from benchmarks.elastic import environment
+from benchmarks.harness.processes import child_environment, environment
+from benchmarks.harness.workload import Case, Shape
 from benchmarks.tasks import counted
-from benchmarks.workload import Shape, child_environment
 from smolcluster.config.options import PipelineOptions
 from smolcluster.parallel.axes import Axes
 from smolcluster.parallel.stages import Cut
@@ -29,46 +28,43 @@ from smolcluster.parallel.stages import Cut
 TASK = f"{Path(counted.__file__).resolve()}:CountedByRank"
 LIMIT = 1.02
 COLUMNS = ["strategy", "workers", "formula", "counted", "kernel", "kernel/counted", "kernel/formula", "verdict"]
-WARM = 4  # steps that are left out
+WARM = 4  # steps that are not counted
 VOCABULARY = 256  # the bytes of the embedded text
 WORD = 4  # fp32
 
 
-@dataclass(frozen=True, slots=True)
-class MeshCase:
-    name: str
-    strategy: str
-    workers: int
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshCase(Case):
     axes: Axes
-    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def overrides(self) -> dict[str, Any]:
-        return {f"strategy.{key}": value for key, value in self.options.items()}
+    @property
+    def workers(self) -> int:
+        return self.axes.size
 
 
 def fsdp(stage: int, workers: int, shards: int | None = None) -> MeshCase:
     name = f"fsdp {stage}" if shards is None else f"fsdp {stage}, hybrid of {shards}"
     axes = Axes(replicas=workers // (shards or workers), shards=shards or workers)
-    return MeshCase(name, "fsdp", workers, axes, {"fsdp_stage": stage, "shard_size": shards})
+    return MeshCase(name, "fsdp", {"fsdp_stage": stage, "shard_size": shards}, axes=axes)
 
 
 def mesh(dp: int, tp: int, pp: int, stage: int) -> MeshCase:
     options = {"dp": dp, "tp": tp, "pp": pp, "fsdp_stage": stage, "num_microbatches": 2 if pp > 1 else None}
-    axes = Axes(pp=pp, shards=dp, tp=tp)
-    return MeshCase(f"mesh dp {dp} x tp {tp} x pp {pp}, stage {stage}", "mesh", dp * tp * pp, axes, options)
+    name = f"mesh dp {dp} x tp {tp} x pp {pp}, stage {stage}"
+    return MeshCase(name, "mesh", options, axes=Axes(pp=pp, shards=dp, tp=tp))
 
 
 def pipeline(schedule: str, workers: int) -> MeshCase:
-    return MeshCase(f"pipeline {schedule}", "pipeline", workers, Axes(pp=workers), {"schedule": schedule})
+    return MeshCase(f"pipeline {schedule}", "pipeline", {"schedule": schedule}, axes=Axes(pp=workers))
 
 
 def tensor(workers: int, sequence: bool) -> MeshCase:
     name = "tensor, sequence" if sequence else "tensor"
-    return MeshCase(name, "tensor", workers, Axes(tp=workers), {"sequence_parallel": sequence})
+    return MeshCase(name, "tensor", {"sequence_parallel": sequence}, axes=Axes(tp=workers))
 
 
 CASES = [
-    MeshCase("allreduce", "allreduce", 2, Axes(shards=2)),
+    MeshCase("allreduce", "allreduce", axes=Axes(shards=2)),
     *(fsdp(stage, 2) for stage in range(4)),
     *(fsdp(stage, 3) for stage in range(4)),
     fsdp(2, 4, shards=2),
@@ -87,7 +83,7 @@ CASES = [
 
 
 def formula(case: MeshCase, shape: Shape, *, gloo: bool = True) -> list[float]:
-    """Bytes that each rank sends in a step, and receives."""
+    """Return the bytes that each rank sends in a step; it receives as many."""
     return [
         _along_data(case, shape, rank) + _along_tensor(case, shape, rank, gloo) + _along_pipe(case, shape, rank)
         for rank in range(case.axes.size)
@@ -104,21 +100,21 @@ def _cut(case: MeshCase, shape: Shape) -> Cut:
 
 
 def _held(case: MeshCase, shape: Shape, rank: int) -> float:
-    """Bytes of this rank's parameters, before the data axis cuts them up: weights of blocks and tables, and the vectors."""
+    """Return the bytes of this rank's parameters, before the data axis shards them."""
     dim, cut, place = shape.model_dim, _cut(case, shape), case.axes.coords(rank)["pp"]
     layers = sum(len(cut.layers[stage]) for stage in cut.of(place))
     first, last = 0 in cut.of(place), len(cut.ranks) - 1 in cut.of(place)
     matrices, vectors = 12 * dim * dim * layers, 13 * dim * layers  # norms 4, qkv 3, out 1, up 4, down 1
-    columns = 7 * dim * layers  # biases that are dealt out
+    columns = 7 * dim * layers  # biases that are sharded
     table = VOCABULARY * dim * (first + (last and not first))
     shared = (matrices + columns + table) / case.axes.tp + vectors - columns
     return (shared + shape.max_seq_len * dim * first + 2 * dim * last) * WORD
 
 
 def _along_data(case: MeshCase, shape: Shape, rank: int) -> float:
-    """(N-1)/N S for each reduce-scatter and all-gather; across replicas an all-reduce.
+    """Return (N-1)/N S for each reduce-scatter and all-gather, and the all-reduce across replicas.
 
-    At stage 3 there is one all-gather more than in stages 1 and 2, and in a pipeline one for each micro-batch.
+    Stage 3 has one all-gather more than stages 1 and 2, in a pipeline one for each micro-batch.
     """
     axes, held = case.axes, _held(case, shape, rank)
     more = case.options.get("num_microbatches") or 1 if case.options.get("fsdp_stage") == 3 else 0
@@ -128,7 +124,7 @@ def _along_data(case: MeshCase, shape: Shape, rank: int) -> float:
 
 
 def _along_pipe(case: MeshCase, shape: Shape, rank: int) -> float:
-    """A at every cut that this rank is at; a tied table is summed over both ends."""
+    """Return A for every boundary of this rank's stages; a tied embedding is summed over both ends."""
     axes, cut = case.axes, _cut(case, shape)
     place = axes.coords(rank)["pp"]
     cuts = [pair for pair in zip(cut.ranks, cut.ranks[1:], strict=False) if pair[0] != pair[1] and place in pair]
@@ -141,12 +137,12 @@ def _along_pipe(case: MeshCase, shape: Shape, rank: int) -> float:
 
 
 def _along_tensor(case: MeshCase, shape: Shape, rank: int, gloo: bool) -> float:
-    """Of A: 4 all-reduces a layer, one for the embedding, one for the head; with a sequence axis each is two halves."""
+    """Return the all-reduces of A: 4 a layer, 1 for the embedding, 1 for the head; two halves each with a sequence axis."""
     axes, cut = case.axes, _cut(case, shape)
     place = axes.coords(rank)["pp"]
     layers = sum(len(cut.layers[stage]) for stage in cut.of(place))
     count = 4 * layers + (0 in cut.of(place)) + (len(cut.ranks) - 1 in cut.of(place))
-    # Over gloo a reduce-scatter is an all-reduce of which a part is kept: 2 instead of 1.
+    # gloo's reduce-scatter is an all-reduce of which a part is kept: 2 instead of 1.
     halves = 3 if gloo and case.options.get("sequence_parallel", True) else 2
     return count * halves * (axes.tp - 1) / axes.tp * stream_bytes(shape)
 
@@ -183,15 +179,15 @@ def settings(shape: Shape) -> dict[str, Any]:
 
 
 def compare(case: MeshCase, shape: Shape, rows: Sequence[Mapping[str, Any]], counts: Path) -> dict[str, Any]:
-    """A row: of the rank that is furthest from what was counted."""
-    said = formula(case, shape)
+    """Return the row of the rank whose kernel count is furthest from what the run counted."""
+    expected = formula(case, shape)
     ranks = []
     for rank in range(case.workers):
         mine = [row for row in rows if row["rank"] == rank and row["step"] > WARM]
         span = mine[-1]["step"] - mine[0]["step"]
         counted_bytes = [(mine[-1][key] - mine[0][key]) / span for key in ("bytes_sent", "bytes_received")]
         kernel = counted.per_step(counted.read_rows(counts / f"{rank}.txt"), interval=1)
-        ranks.append((said[rank], *counted_bytes, *kernel))
+        ranks.append((expected[rank], *counted_bytes, *kernel))
     worst = max(ranks, key=lambda r: max(r[3] / r[1], r[4] / r[2]))
     ratio = max(worst[3] / worst[1], worst[4] / worst[2])
     least = min(min(r[3] / r[1], r[4] / r[2]) for r in ranks)

@@ -1,7 +1,7 @@
-"""One rank of p6: steps of a strategy, or of FSDP2 alone, with every storage noted.
+"""One rank of p6: steps of a strategy, or of FSDP2 alone, with every storage recorded.
 
-As a rank of a real world (`benchmarks/world.py`), or alone on a GPU among ranks that are not there: then collectives do
-nothing, and what torch's allocator has counted is the measure.
+It is a rank of a real world (`harness/world.py`), or runs alone on a GPU in a fake group, whose collectives do nothing; there
+the count of torch's allocator is the result.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +19,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.workload import make_strategy
-from benchmarks.world import Message, serve
+from benchmarks.harness.pipes import Message, open_answers
+from benchmarks.harness.workload import make_strategy
+from benchmarks.harness.world import serve
 from smolcluster.comm.group import Group
 from smolcluster.compute.device import choose_device
 from smolcluster.compute.ledger import Ledger
@@ -40,7 +40,7 @@ STEPS = 3
 
 
 class FSDP2:
-    """As its tutorial has it: `fully_shard` on every block and on the model, AdamW, forward, backward, step."""
+    """FSDP2 as in its tutorial: `fully_shard` on every block and on the model, AdamW, forward, backward, step."""
 
     def __init__(self, config: Config, task: Task, *, group: Group, device: torch.device) -> None:
         seed_everything(config.training.seed or 0, "weights", device=device)
@@ -65,7 +65,7 @@ class FSDP2:
 def prepare(
     who: str, config: Config, group: Group, device: torch.device
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], Any]]:
-    """A model that is ready, its optimizer, and a step."""
+    """Return a model, its optimizer, and a function that takes a step."""
     task = find_task(config)
     assert config.training.batch_size is not None
     part = as_dataset(task.train_data()).batch(np.arange(config.training.batch_size))
@@ -82,7 +82,7 @@ def prepare(
 
 
 def small(config: Config) -> Config:
-    """The same of a model that is next to nothing: once through it, and all code is loaded."""
+    """Return the configuration of a tiny model: a step of it loads all code."""
     config = config.model_copy(deep=True)
     for key, value in {"model_dim": 16, "num_layers": 4, "num_heads": 2, "ff_dim": 16, "num_kv_heads": 2}.items():
         setattr(config.model, key, value)
@@ -90,7 +90,7 @@ def small(config: Config) -> Config:
 
 
 def measure(message: Message, config: Config, group: Group, device: torch.device) -> Message:
-    """The most bytes at a time in the last of a few steps."""
+    """Return the peak of memory in the last of a few steps."""
     config = config.model_copy(deep=True)
     for key, value in message["options"].items():
         setattr(config.strategy, key, value)
@@ -124,7 +124,7 @@ def measure(message: Message, config: Config, group: Group, device: torch.device
 
 
 def forget_peak(device: torch.device) -> None:
-    """From here on the peak is counted anew."""
+    """Reset the peak."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -133,7 +133,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def resident_bytes(*, peak: bool = False) -> int | None:
-    """Of this process, by its kernel; None where it does not say."""
+    """Return the resident memory of this process; None where the kernel does not report it."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -149,16 +149,14 @@ def setup(spec: Message, group: Group) -> Callable[[Message], Message]:
 
 
 def alone() -> None:
-    """A line in: what to measure, as rank 0 of a number; a line out."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
+    """Read what to measure, as rank 0 of as many ranks as the message has; write the answer."""
+    answer = open_answers()
     spec = json.loads(sys.stdin.buffer.readline())
     config = Config.model_validate(spec["config"])
     device = choose_device("cuda")
     torch.cuda.set_device(device)
     with fake_world(0, spec["size"]) as group:
-        answer = measure(spec["message"], config, group, device)
-    answers.write(json.dumps(answer).encode() + b"\n")
+        answer(measure(spec["message"], config, group, device))
 
 
 if __name__ == "__main__":

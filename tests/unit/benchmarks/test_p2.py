@@ -1,4 +1,4 @@
-"""P2's runs over the link itself: which there are, what counts as time, and when they end."""
+"""P2: runs over the link itself, their time and their end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from benchmarks import p2
 from benchmarks.harness import Session
-from benchmarks.methods import DDP
+from benchmarks.harness.methods import DDP
 
 
 class Rows:
-    """A program whose rows are known. `taken`: how many were asked for."""
+    """A program with given rows. `taken`: the number of rows read."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self._rows, self.taken = rows, 0
@@ -27,7 +27,7 @@ class Rows:
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Rows:
-    """hivemind's peers: a step every 10 s, and 3 s for evaluating at every second one."""
+    """hivemind's peers: a step every 10 s, and 3 s for an evaluation at every second one."""
     rows = []
     for step in range(1, 9):
         paused = 3.0 * (step // 2)
@@ -73,7 +73,9 @@ def test_hivemind_ends_at_the_limit_and_its_curve_is_what_it_reached(
 def test_hivemind_is_measured_over_every_link_where_it_is_installed(
     installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.programs.missing", lambda package: None if installed else f"{package} is missing")
+    monkeypatch.setattr(
+        "benchmarks.harness.peer_programs.missing", lambda package: None if installed else f"{package} is missing"
+    )
     monkeypatch.setattr(p2, "curve_of", lambda name, size, steps: [(30.0, 3.0), (60.0, 2.0)])
     monkeypatch.setattr(p2, "paces_of", lambda *order: [2.0])
     monkeypatch.setattr(p2, "hivemind_over", lambda link, **how: [(20.0, 3.0), (40.0, 2.0)] if link == "1mbit" else [])

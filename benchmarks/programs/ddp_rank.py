@@ -1,4 +1,4 @@
-"""One rank of the `ddp` benchmark: holds a model per variant and trains any of them for a block of steps."""
+"""One rank of the `ddp` benchmark: it has a model for each variant, and trains one of them for a block of steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness.pipes import Message
+from benchmarks.harness.workload import make_strategy, recipe_of
+from benchmarks.harness.world import serve
 from benchmarks.peers.ddp import DDPTraining
-from benchmarks.workload import make_strategy, recipe_of
-from benchmarks.world import Message, serve
 from smolcluster.comm.group import Group
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.rng import seed_everything
@@ -25,7 +26,7 @@ Run = Callable[[Sequence[tuple[Tensor, Tensor]]], float]
 
 
 def make_variant(variant: dict[str, Any], config: Config, task: Task, group: Group) -> Run:
-    """A function that trains on some batches and returns the last loss."""
+    """Return a function that trains on batches and returns the last loss."""
     if variant["kind"] == "ddp":
         seed_everything(config.training.seed or 0, "weights", device=torch.device("cpu"))
         training = DDPTraining(task.model(), recipe_of(config), gradient_as_bucket_view=variant["bucket_view"])

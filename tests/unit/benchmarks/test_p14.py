@@ -1,10 +1,11 @@
-"""P14: which runs are compared, on which cores they run, and what is said of them."""
+"""P14: which runs are compared, on which cores they run, and their verdicts."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 from benchmarks import p14
 from benchmarks.__main__ import main
 from benchmarks.harness import Session
-from benchmarks.p14_run import BATCH, Order, share_of
-from benchmarks.processes import descendants
+from benchmarks.harness.processes import descendants
+from benchmarks.programs.p14_run import BATCH, Order, share_of
 
 from smolcluster.config import load_config, resolve
 from smolcluster.errors import SmolclusterError
@@ -85,29 +86,27 @@ def test_the_share_of_a_slow_worker_is_of_the_mean_of_the_others() -> None:
 
 
 def test_no_core_is_used_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[tuple[float, float, list[int]]] = []
+    lock, busy, taken = threading.Lock(), list[int](), list[int]()
 
     def run(self: object, order: Order, cores: list[int]) -> dict[str, Any]:
-        began = time.monotonic()
-        time.sleep(0.01)
-        used.append((began, time.monotonic(), list(cores)))
+        with lock:
+            busy.append(len(cores))
+            taken.extend(cores)
+            assert len(busy) <= 3
+            assert len(taken) == len(set(taken)) == sum(busy)
+        time.sleep(0.01)  # so that others run beside it
+        with lock:
+            busy.remove(len(cores))
+            for core in cores:
+                taken.remove(core)
         return result(2.0, seconds=0.01)
 
     monkeypatch.setattr(p14._Children, "run", run)
     orders, done = p14.cases(Session("p14", repeats=2), arguments()), dict[Order, dict[str, Any]]()
     p14.run_all(orders, range(11), 3, done)
     assert done.keys() == set(orders)
-    assert max(len(cores) for _, _, cores in used) == 9
-    for began, ended, cores in used:
-        at_once = [other for b, e, other in used if b < ended and began < e]
-        assert len(at_once) <= 2 * 3  # three before, and three after
-        assert sum(other == cores for other in at_once) == 1
-        beside = [set(other) for b, e, other in used if b <= began < e]
-        assert sum(map(len, beside)) == len(set().union(*beside)) <= 11
-        assert len(beside) <= 3
-    used.clear()
-    p14.run_all(orders, range(11), 3, done)
-    assert not used, "what is done was done again"
+    monkeypatch.setattr(p14._Children, "run", None)
+    p14.run_all(orders, range(11), 3, done)  # what is done is not done again
 
 
 def test_a_run_that_fails_ends_the_others() -> None:

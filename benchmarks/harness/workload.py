@@ -1,12 +1,10 @@
-"""The models that benchmarks train, and a strategy put together as the engine does it."""
+"""The models that benchmarks train, and a strategy built as the engine builds it."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +18,6 @@ from smolcluster.parallel.placement import Node
 from smolcluster.strategies.base import Context, Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +34,7 @@ class Shape:
     precision: str = "fp32"
 
     def overrides(self) -> dict[str, Any]:
-        """As configuration keys."""
+        """Return it as configuration keys."""
         return {
             "model.model_dim": self.model_dim,
             "model.num_layers": self.num_layers,
@@ -49,6 +45,23 @@ class Shape:
             "training.batch_size": self.batch_size,
             "training.precision": self.precision,
         }
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of `peers/first_step.py` and `peers/elastic_ddp.py`."""
+        return [str(n) for n in (self.model_dim, self.num_layers, self.num_heads, self.max_seq_len, self.batch_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A strategy with options."""
+
+    name: str
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def overrides(self) -> dict[str, Any]:
+        """Return the options as configuration keys."""
+        return {f"strategy.{key}": value for key, value in self.options.items()}
 
 
 SHAPES = {
@@ -68,7 +81,7 @@ def make_config(shape: Shape, *, steps: int, overrides: Mapping[str, Any]) -> Co
 
 
 def make_strategy(config: Config, task: Task, *, group: Group, device: torch.device) -> Strategy[Options]:
-    """The strategy that `config` names, ready to step, with equal batches on all ranks."""
+    """Build the strategy of `config`, ready to step, with equal batches on all ranks."""
     training = config.training
     assert training.batch_size is not None
     assert training.steps is not None
@@ -93,7 +106,7 @@ def make_strategy(config: Config, task: Task, *, group: Group, device: torch.dev
 
 
 def recipe_of(config: Config) -> Recipe:
-    """What a peer needs to know to do the same."""
+    """Return what a peer needs to do the same work."""
     training, schedule = config.training, config.lr_schedule
     assert training.steps is not None
     assert schedule.min_lr is not None
@@ -107,13 +120,3 @@ def recipe_of(config: Config) -> Recipe:
         betas=training.betas,
         clip=training.grad_clip_norm,
     )
-
-
-def child_environment(threads: int = 1) -> dict[str, str]:
-    """For processes that a benchmark starts: they find this project, and do not fight over the cores."""
-    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(p for p in paths if p),
-        "OMP_NUM_THREADS": str(threads),
-    }

@@ -1,4 +1,4 @@
-"""One run of P14, in a process of its own: `python -m benchmarks.p14_run ORDER`. Prints its loss as JSON."""
+"""One run of P14, in a process of its own: `python -m benchmarks.programs.p14_run ORDER`. Prints its loss as JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import ElasticRun, Who
-from benchmarks.p13 import smolcluster_command
-from benchmarks.processes import started
-from benchmarks.slow import slowed
+from benchmarks.harness.elastic_run import ElasticRun, Who
+from benchmarks.harness.processes import started, train_command
+from benchmarks.harness.slow import slowed
 from smolcluster.config import load_config, resolve
 from smolcluster.engine.elastic import history
 from smolcluster.errors import SmolclusterError
@@ -65,7 +64,7 @@ class Order:
 
 
 def run_elastic(order: Order, cores: Sequence[int], folder: Path) -> dict[str, Any]:
-    """The server is on the first core, worker r on the one after its rank; they share cores where there are too few."""
+    """The server runs on the first core, worker r on core r + 1; they share cores where there are too few."""
     config = resolve(load_config(["default"], overrides=order.overrides()))
     seats: dict[Who, int] = {rank: cores[(1 + rank) % len(cores)] for rank in range(order.workers)}
     last = order.workers - 1
@@ -87,7 +86,7 @@ def run_elastic(order: Order, cores: Sequence[int], folder: Path) -> dict[str, A
 
 
 def share_of(rank: int, commits: Sequence[dict[str, Any]]) -> float:
-    """How many samples a worker contributed, for each of the others' mean."""
+    """Return the samples of a worker, divided by the mean of the others."""
     samples: dict[int, int] = {}
     for part in (part for commit in commits for part in commit["contributors"]):
         samples[part["rank"]] = samples.get(part["rank"], 0) + part["samples"]
@@ -96,9 +95,7 @@ def share_of(rank: int, commits: Sequence[dict[str, Any]]) -> float:
 
 def run_single(order: Order, cores: Sequence[int], folder: Path) -> dict[str, Any]:
     os.sched_setaffinity(0, cores)
-    overrides = {"logging.log_interval": 10, **order.overrides()}
-    command = [*smolcluster_command(), "train", "default", "--run-dir", str(folder), "--override"]
-    command += [f"{key}={value}" for key, value in overrides.items()]
+    command = train_command(folder, {"logging.log_interval": 10, **order.overrides()}, config="default")
     with started(command, environ={"OMP_NUM_THREADS": str(len(cores))}) as process:
         if process.wait(timeout=LIMIT_S) != 0:
             raise SmolclusterError(f"single ended with {process.returncode}")

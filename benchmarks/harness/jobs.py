@@ -1,4 +1,4 @@
-"""Run independent measurements, several at a time, each in a process of its own; keep each when it is made."""
+"""Run independent measurements, several at a time, each in a process of its own; keep each result at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_job_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         "--keep",
         type=Path,
         metavar="FILE",
-        help="append each result when it is made; what is in the file is not run again",
+        help="append each result to this file; results that are in it are not measured again",
     )
 
 

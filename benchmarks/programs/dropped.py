@@ -1,10 +1,10 @@
-"""Contributions to rounds of local steps that do not arrive, as the DiLoCo paper drops outer gradients.
+"""Drop contributions to rounds of local steps, as the DiLoCo paper drops outer gradients.
 
 Each worker's contribution to each round is lost with the same probability. The mean is over those that arrive; if none does,
-the outer optimizer takes its step with a gradient of 0. A worker whose contribution is lost goes on from its own weights, not
-from the common ones, so that its work is in its next contribution. After the last round all have the common weights.
+the outer optimizer takes its step with a gradient of 0. A worker whose contribution is lost continues from its own weights, not
+from the common ones, so its work is in its next contribution. After the last round all have the common weights.
 
-Every rank draws the losses of all, from the same seed.
+Every rank draws for all ranks, from the same seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smolcluster.strategies.base.local_steps import LocalSteps
 
 
 class Dropping:
-    """The combination of one rank, between its rounds and the real one."""
+    """Wraps the combination of one rank."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Dropping:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Return to the own weights after a round that was lost."""
+        """Restore this rank's own weights after a round in which its contribution was lost."""
         for parameter, own in zip(self._parameters, self._own, strict=False):
             parameter.copy_(own)
         self._own = []
@@ -61,7 +61,7 @@ class Dropping:
 
 
 def drop_contributions(strategy: Strategy[Any], group: Group, *, share: float, seed: int) -> Dropping:
-    """Put it into a strategy of local steps."""
+    """Wrap the combination of a strategy of local steps."""
     if not isinstance(strategy, LocalSteps):
         raise UserError(
             f"{type(strategy).__name__} has no rounds of local steps, of which a contribution could be dropped"

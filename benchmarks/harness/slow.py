@@ -1,8 +1,8 @@
-"""A slow machine on a fast one: a process, or all processes of a program, that get a quarter of their core.
+"""Emulate a slow machine: limit a process, or all processes of a program, to a quarter of their core.
 
-Where Linux lets us (root, the `cpu` controller of cgroups), by a quota: together they run 1 ms of every 4, and what they do
-not use is lost, as on a slow machine. Elsewhere by competitors: three processes that do nothing but count, on the same core
-and with the same priority; then every thread that wakes up stands in a line with them first.
+With root and the `cpu` controller of cgroups, by a quota: together they run 1 ms of every 4, and time that they do not use is
+lost, as on a slow machine. Else by competitors: three busy loops on the same core with the same priority, behind which every
+thread that wakes up has to queue.
 
     with slowed(pid, core=1) as how:      # "quota" or "competitors"
         ...
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.network import ended_by_sigterm
+from benchmarks.harness.network import ended_by_sigterm
 
 SHARE = 0.25
 PERIOD_US = 4000
@@ -27,7 +27,7 @@ _CGROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # version 1, ve
 
 @contextlib.contextmanager
 def slowed(*pids: int, core: int) -> Iterator[str]:
-    """All threads of these processes, which are on this core already, until the end of the block or of the process."""
+    """Limit all threads of these processes, which already run on this core, until the end of the block."""
     with ended_by_sigterm(), contextlib.ExitStack() as stack:
         group = _make_group()
         if group is not None:
@@ -41,7 +41,7 @@ def slowed(*pids: int, core: int) -> Iterator[str]:
 
 
 def _make_group() -> Path | None:
-    """A control group with the quota in it; None: not possible here."""
+    """Create a control group with the quota; return None where that is not possible."""
     quota = round(PERIOD_US * SHARE)
     for parent in _CGROUPS:
         group = parent / f"smolbench-{os.getpid()}"
@@ -63,7 +63,7 @@ def _make_group() -> Path | None:
 
 
 def _remove(group: Path) -> None:
-    """Its processes go back to where all others are."""
+    """Return its processes to the parent group, and remove it."""
     for pid in (group / "cgroup.procs").read_text().split():
         with contextlib.suppress(OSError):
             (group.parent / "cgroup.procs").write_text(pid)
@@ -73,7 +73,7 @@ def _remove(group: Path) -> None:
 
 @contextlib.contextmanager
 def busy(core: int) -> Iterator[None]:
-    """Competitors on this core. They end with this process, however it ends."""
+    """Run competitors on this core. They end with this process, however it ends."""
     spin = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10**6): pass"
     with ended_by_sigterm(), contextlib.ExitStack() as stack:
         for _ in range(COMPETITORS):

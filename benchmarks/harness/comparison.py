@@ -1,29 +1,22 @@
-"""Runs variants of the same work in turn and says how they compare.
+"""Run variants of the same work in turn and compare them.
 
-A `Comparison` names its variants: one or more peers, ours, and perhaps the first peer a second time, which shows how far
-apart two equal things look on this machine (the noise). Every variant is a function that does the work once and returns
-one sample: seconds, or a rate.
+A `Comparison` lists its variants: one or more peers, ours, and optionally the first peer a second time. How far that one lies
+from the first is the noise of this machine. Every variant is a function that does the work once and returns one sample:
+seconds, or a rate.
 
     repeat 1    round 1  A B C     round 2  C B A     round 3  A B C   ...
     repeat 2    round 1  C B A     ...
 
-The order turns with every round, so that drift of the machine hits all alike. A ratio is taken within a round, between
-samples made a moment apart; a repeat's value is the median of its rounds; the figure that counts is the median over
-repeats. Raw samples are kept as JSON.
+The order is reversed with every round, so that drift of the machine affects all alike. A ratio is taken within a round,
+between samples made a moment apart; the value of a repeat is the median of its rounds; the result is the median over repeats.
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import json
-import os
-import platform
 import statistics
-import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 Unit = Literal["s", "1/s"]
@@ -41,10 +34,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to do the work. `run` does it once and returns one sample."""
+    """One way to do the work. `run` does it once and returns one sample, alone or with something to keep beside it."""
 
     name: str
-    run: Callable[[], float]
+    run: Callable[[], float | tuple[float, Any]]
     role: Role = "ours"
     target: Target | None = None
 
@@ -72,20 +65,21 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A comparison and what was seen: samples by variant, repeat and round."""
+    """A comparison and its results: samples by variant, repeat and round; what variants returned beside them, in order."""
 
     comparison: Comparison
     samples: dict[str, list[list[float]]]
+    beside: dict[str, list[Any]] = field(default_factory=dict)
 
     def medians(self, name: str) -> list[float]:
-        """The value of each repeat."""
+        """Return the value of each repeat."""
         return [statistics.median(rounds) for rounds in self.samples[name]]
 
     def median(self, name: str) -> float:
         return statistics.median(self.medians(name))
 
     def ratios(self, name: str, peer: str) -> list[float]:
-        """To a peer: of each repeat the median over its rounds."""
+        """Return the ratio to a peer in each repeat: the median over its rounds."""
         repeats = zip(self.samples[name], self.samples[peer], strict=True)
         return [statistics.median(a / b for a, b in zip(mine, theirs, strict=True)) for mine, theirs in repeats]
 
@@ -94,7 +88,7 @@ class Measured:
 
     @property
     def noise(self) -> float | None:
-        """How far from 1 the ratio of the first peer to itself lies: the root mean square over repeats."""
+        """The distance from 1 of the first peer's ratio to itself: the root mean square over repeats."""
         twins = [v.name for v in self.comparison.variants if v.role == "noise"]
         if not twins:
             return None
@@ -102,7 +96,7 @@ class Measured:
         return float(statistics.mean(x * x for x in apart) ** 0.5)
 
     def verdict(self, variant: Variant) -> str:
-        """met; within noise: missed by less than two equal things differ; missed; or unclear: too noisy to tell."""
+        """Return met; within noise: missed by less than the noise; missed; or unclear: the noise is too high to tell."""
         if variant.target is None:
             return ""
         if variant.target.of == "median":
@@ -141,8 +135,19 @@ class Measured:
         }
 
 
+def timed(work: Callable[[], object]) -> Callable[[], float]:
+    """Return a function that does the work and returns its seconds."""
+
+    def sample() -> float:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+
+    return sample
+
+
 def orders(variants: Sequence[Variant], *, rounds: int) -> Iterator[list[Variant]]:
-    """Forwards, backwards, forwards ..."""
+    """Yield the variants forwards, backwards, forwards, and so on."""
     for number in range(rounds):
         yield list(variants) if number % 2 == 0 else list(reversed(variants))
 
@@ -153,17 +158,19 @@ def measure(comparison: Comparison, *, repeats: int) -> Measured:
         for variant in variants:
             variant.run()
     samples: dict[str, list[list[float]]] = {v.name: [[] for _ in range(repeats)] for v in comparison.variants}
+    beside: dict[str, list[Any]] = {v.name: [] for v in comparison.variants}
     for number, variants in enumerate(orders(comparison.variants, rounds=repeats * comparison.rounds)):
         for variant in variants:
-            samples[variant.name][number // comparison.rounds].append(variant.run())
-    return Measured(comparison, samples)
-
-
-# What a person sees
+            result = variant.run()
+            if isinstance(result, tuple):
+                result, more = result
+                beside[variant.name].append(more)
+            samples[variant.name][number // comparison.rounds].append(result)
+    return Measured(comparison, samples, beside)
 
 
 def table(measured: Measured, *, repeats: int) -> str:
-    """One line per variant: median, spread over repeats, ratio to each peer, target, verdict."""
+    """Return one line for each variant: median, spread over repeats, ratio to each peer, target, verdict."""
     comparison = measured.comparison
     several = len(comparison.peers) > 1
     head = ["variant", "median", "spread", *(f"/ {p.name}" if several else "ratio" for p in comparison.peers)]
@@ -174,11 +181,15 @@ def table(measured: Measured, *, repeats: int) -> str:
         ratios = [f"{measured.ratio(v.name, p.name):.3f}" for p in comparison.peers]
         target = v.role if v.role in ("peer", "noise") else _target(v, comparison.unit)
         rows.append([v.name, shown, f"{low * scale:.4g} - {high * scale:.4g}", *ratios, target, measured.verdict(v)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     title = f"{comparison.name}   ({repeats} x {comparison.rounds} samples each)"
     noise = [] if measured.noise is None else [f"noise: a peer against itself differs by {measured.noise:.1%}"]
-    return "\n".join([title, *lines, *noise, ""])
+    return "\n".join([title, *aligned(rows), *noise, ""])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, its cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _scaled(value: float, unit: Unit) -> tuple[str, float]:
@@ -194,67 +205,3 @@ def _target(variant: Variant, unit: Unit) -> str:
     if variant.target.of == "ratio":
         return f"{sign} {variant.target.limit:g}"
     return f"{sign} {_scaled(variant.target.limit, unit)[0]}"
-
-
-# What is kept
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on. No host names, no paths."""
-    return {
-        "system": platform.system(),
-        "architecture": platform.machine(),
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "gpu": _gpu_model(),
-        "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
-    }
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
-
-
-def _gpu_model() -> str | None:
-    """Of the first GPU, where torch is loaded already: a benchmark without torch need not import it for this."""
-    torch = sys.modules.get("torch")
-    return str(torch.cuda.get_device_name(0)) if torch is not None and torch.cuda.is_available() else None
-
-
-class Session:
-    """One run of one benchmark: its comparisons, shown as they are made and written together."""
-
-    def __init__(self, name: str, *, repeats: int, quick: bool = False) -> None:
-        self.name, self.repeats, self.quick = name, repeats, quick
-        self.results: list[Measured] = []
-        self.parameters: dict[str, Any] = {}
-        self.date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-    def compare(self, comparison: Comparison) -> Measured:
-        measured = measure(comparison, repeats=self.repeats)
-        self.results.append(measured)
-        print(table(measured, repeats=self.repeats), flush=True)
-        return measured
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "benchmark": self.name,
-            "date": self.date,
-            "quick": self.quick,
-            "repeats": self.repeats,
-            "machine": machine(),
-            "parameters": self.parameters,
-            "comparisons": [measured.to_dict() for measured in self.results],
-        }
-
-    def write(self, folder: Path) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}.json"
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        return path

@@ -1,6 +1,6 @@
-"""A front for `p8`: one line in asks for a measurement, one line out tells it.
+"""A front for `p8`, which answers messages with measurements.
 
-python -m benchmarks.p8_front MODEL STAGES HOST:PORT        waits for its stages, then says {"ready": true}
+python -m benchmarks.programs.p8_front MODEL STAGES HOST:PORT        waits for its stages, then writes {"ready": true}
 {"what": "tokens", "streams": 8, "count": 64}          ->   {"seconds": ..., "tokens": ..., "outside_s": ...}
         and "prompt": 300, where it is not 16 tokens
 {"what": "first", "prompt": 256}                       ->   {"seconds": ...}
@@ -9,13 +9,12 @@ python -m benchmarks.p8_front MODEL STAGES HOST:PORT        waits for its stages
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
 import sys
 import time
-from typing import Any
 
+from benchmarks.harness.pipes import Message, answer_each, open_answers
 from smolcluster.comm.addresses import split_address
 from smolcluster.comm.elastic.transport.security import load_keyring
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
@@ -32,9 +31,11 @@ def prompt(length: int, stream: int = 0) -> tuple[int, ...]:
     return tuple((37 * n + 101 * stream) % 255 + 1 for n in range(length))
 
 
-async def tokens(front: Front, *, streams: int, count: int, length: int) -> dict[str, Any]:
-    """From the moment in which all have their first token until the first has all of them. `outside_s`: of a batch's way, the
-    time in which no stage computed."""
+async def tokens(front: Front, *, streams: int, count: int, length: int) -> Message:
+    """Measure from when all streams have their first token until the first stream is complete.
+
+    `outside_s`: the part of a batch's round trip in which no stage computed.
+    """
     front.hops.clear()
     times: list[list[float]] = [[] for _ in range(streams)]
 
@@ -50,7 +51,7 @@ async def tokens(front: Front, *, streams: int, count: int, length: int) -> dict
     return {"seconds": ended - began, "tokens": made, "outside_s": outside_s}
 
 
-async def first(front: Front, *, length: int) -> dict[str, Any]:
+async def first(front: Front, *, length: int) -> Message:
     began = time.perf_counter()
     async for _ in front.stream(
         SequenceRequest(tokens=prompt(length), max_tokens=1, sampling=SamplingParams(temperature=0.0))
@@ -60,6 +61,7 @@ async def first(front: Front, *, length: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    answer = open_answers()
     model, stages, listen = sys.argv[1:4]
     transport = TcpTransport(
         new_peer(role="front", rank=0, host="front"), keyring=load_keyring(None, os.environ), limits=LINKS
@@ -67,18 +69,17 @@ def main() -> None:
     front = Front(
         transport, find_source(model), options=LayoutOptions(stages=int(stages)), listen=split_address(listen)
     )
+
+    def handle(message: Message) -> Message:
+        length = message.get("prompt", PROMPT)
+        if message["what"] == "first":
+            return asyncio.run(first(front, length=length))
+        return asyncio.run(tokens(front, streams=message["streams"], count=message["count"], length=length))
+
     try:
         if not front.wait_ready(120):
             sys.exit(f"not ready: {front.problems()}")
-        print(json.dumps({"ready": True}), flush=True)
-        for line in sys.stdin:
-            said = json.loads(line)
-            if said["what"] == "first":
-                told = asyncio.run(first(front, length=said["prompt"]))
-            else:
-                length = said.get("prompt", PROMPT)
-                told = asyncio.run(tokens(front, streams=said["streams"], count=said["count"], length=length))
-            print(json.dumps(told), flush=True)
+        answer_each(answer, handle)
     finally:
         front.close()
 

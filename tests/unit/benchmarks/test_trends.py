@@ -1,4 +1,4 @@
-"""The benchmark of diloco's trends: which runs it makes, what it holds them to, and contributions that do not arrive."""
+"""`trends`: its runs, what they are compared with, and lost contributions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from benchmarks import trends
-from benchmarks.dropped import Dropping
 from benchmarks.harness import Session
-from benchmarks.methods import Method, Ours
+from benchmarks.harness.workload import Shape, make_config
 from benchmarks.peers.bare_diloco import BareDiLoCo
 from benchmarks.peers.work import Work
+from benchmarks.programs.dropped import Dropping
+from benchmarks.programs.methods_rank import Ours
 from benchmarks.trends import GROUPS, Setting
-from benchmarks.workload import Shape, make_config
 
 from smolcluster.comm.group import Group
 from smolcluster.comm.memory_group import MemoryGroup
@@ -160,11 +160,3 @@ def test_only_the_groups_that_are_asked_for_are_run(monkeypatch: pytest.MonkeyPa
     assert [title.split(":")[0] for title in session.parameters["tables"]] == ["H", "dropped"]
     assert len(made) == len(set(made)) == 1 + 5 + 3, "H 30 and 0 % dropped are one run"
     assert "verdict" not in session.parameters["tables"]["H: 2000 steps of 128 samples"][0]
-
-
-def test_settings_train_alike_whose_options_come_to_the_same() -> None:
-    method = Method("diloco", {"preset": "wan"})
-    assert Setting("a", method).key == Setting("b", Method("diloco", {"preset": "wan", "codec_k": 128})).key
-    assert Setting("a", method).key != Setting("a", Method("diloco", {"preset": "lan"})).key
-    assert Setting("a", method).key != Setting("a", method, dropped=0.1).key
-    assert Setting("a", method).key != Setting("a", method, workers=2).key

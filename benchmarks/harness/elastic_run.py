@@ -1,11 +1,11 @@
-"""Runs of the elastic plane for benchmarks: a server and workers, each in the process that the launcher would start.
+"""A run of the elastic plane: a server and workers, each in the process that the launcher would start.
 
     with ElasticRun(config, folder) as run:
         run.watch(lambda rows: rows[-1].loss < 2.5)      # the server's rows so far; until then, or the end of the run
         run.summary
 
-Every process gets one thread for computing. Nobody starts again what ends: a benchmark of that uses the launcher itself
-(`p9.py`). At the end of the `with` nothing is left running, whatever happened in it.
+Every process computes with one thread. A process that ends is not restarted: `p9.py`, which measures that, runs the launcher
+itself. At the end of the `with` block no process is left, also after an error.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import contextlib
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.harness import Session
-from benchmarks.network import Network, ended_by_sigterm
-from benchmarks.workload import Shape, child_environment, make_config
+from benchmarks.harness.network import Network, ended_by_sigterm
+from benchmarks.harness.processes import child_environment, environment
+from benchmarks.harness.workload import Shape, make_config
 from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import dump
 from smolcluster.config.options import Options
@@ -29,7 +29,7 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.local.processes import Child, Inbox, end_all, exit_reason, log_tail, send_line, spawn
-from smolcluster.observe.events import Failed, Phase, RunFinished, StepLogged
+from smolcluster.observe.events import Event, Failed, Phase, RunFinished, StepLogged
 from smolcluster.strategies.base import Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
 
@@ -37,7 +37,7 @@ Who = int | Literal["server"]
 
 
 def elastic_config(shape: Shape, *, workers: int, steps: int, strategy: str, overrides: Mapping[str, Any]) -> Config:
-    """Of a run on the CPU that logs little and saves nothing."""
+    """Return the configuration of a run on the CPU that logs little and saves nothing."""
     common = {
         "strategy.name": strategy,
         "cluster.plane": "elastic",
@@ -50,7 +50,7 @@ def elastic_config(shape: Shape, *, workers: int, steps: int, strategy: str, ove
 
 
 def options_of(config: Config) -> tuple[type[Strategy[Options]], Options]:
-    """The strategy's class and its options."""
+    """Return the strategy's class and its options."""
     options, _ = read_options(config.strategy, plane="elastic")
     return find_strategy(config.strategy.name, "elastic", options), options
 
@@ -65,7 +65,7 @@ class ElasticRun:
         environ: Mapping[str, str] | None = None,
         network: Network | None = None,
     ) -> None:
-        """`cores`: the one core that a process may use, where it may not use all.
+        """`cores`: the only core that a process may use; without an entry it may use all.
 
         With a network worker r is on host r, and the server on host 0.
         """
@@ -87,7 +87,7 @@ class ElasticRun:
         self._stack.callback(lambda: end_all(self._children, grace_s=0.0))
         try:
             RunDir(self.folder).create(dump(self.config), resume=False)
-            self._start("server", f"{self._address}:0")
+            send_line(self._spawn("server"), self._spec("server", f"{self._address}:0").to_json())
             workers = [self._spawn(rank) for rank in range(self.config.cluster.num_workers or 1)]
             port = self._port()
             for child in workers:
@@ -101,20 +101,12 @@ class ElasticRun:
         self._stack.close()
 
     def watch(self, enough: Callable[[Sequence[StepLogged]], bool] = lambda rows: False, *, within_s: float) -> bool:
-        """Until the server's rows are enough (True), or the run has come to its end (False)."""
+        """Wait until the server's rows are enough (return True) or the run has ended (return False)."""
         deadline = time.monotonic() + within_s
         while self._running:
-            child, event = self._next(deadline)
-            if event is None:
-                self._ended(child)
-            elif isinstance(event, Failed):
-                child.failed = event
-            elif isinstance(event, RunFinished):
-                self.summary = event.summary
-            elif isinstance(event, StepLogged) and event.role == "server":
-                self.rows.append(event)
-                if enough(self.rows):
-                    return True
+            event = self._next(deadline)
+            if isinstance(event, StepLogged) and event.role == "server" and enough(self.rows):
+                return True
         return False
 
     def pid(self, who: Who) -> int:
@@ -150,64 +142,33 @@ class ElasticRun:
             os.sched_setaffinity(child.process.pid, {self._cores[who]})
         return child
 
-    def _start(self, who: Who, server: str) -> None:
-        send_line(self._spawn(who), self._spec(who, server).to_json())
-
     def _port(self) -> int:
         deadline = time.monotonic() + 120.0
         while True:
-            child, event = self._next(deadline)
+            event = self._next(deadline)
             if isinstance(event, Phase) and event.name == "port":
                 return int(event.detail)
-            if isinstance(event, Failed):
-                child.failed = event
-            elif event is None:
-                self._ended(child)
 
-    def _next(self, deadline: float) -> tuple[Child, Any]:
+    def _next(self, deadline: float) -> Event | None:
+        """Wait for the next event, and record it. None: a process has ended."""
         try:
             child, event = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             done = self.rows[-1].step if self.rows else 0
-            raise SmolclusterError(f"a run of {self.config.strategy.name} stands still at step {done}") from None
+            raise SmolclusterError(f"a run of {self.config.strategy.name} hangs at step {done}") from None
         assert child is not None
-        return child, event
+        if event is None:
+            self._ended(child)
+        elif isinstance(event, Failed):
+            child.failed = event
+        elif isinstance(event, RunFinished):
+            self.summary = event.summary
+        elif isinstance(event, StepLogged) and event.role == "server":
+            self.rows.append(event)
+        return event
 
     def _ended(self, child: Child) -> None:
         self._running -= 1
         if child.process.wait() != 0:
             name = self.config.strategy.name
             raise SmolclusterError(f"{child.name} of {name} failed: {exit_reason(child)}{log_tail(child)}")
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """For what is started inside."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-# Figures that are not times: bytes, losses
-
-
-def show(session: Session, title: str, rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> None:
-    """Print a table, and keep all of its rows."""
-    session.parameters.setdefault("tables", {})[title] = [dict(row) for row in rows]
-    head = list(columns)
-    cells = [head] + [[_text(row.get(column)) for column in head] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    print("\n".join([title, *lines, ""]), flush=True)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return (
-        "" if value is None else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    )

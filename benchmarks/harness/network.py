@@ -1,12 +1,12 @@
-"""Hosts of their own on one machine: network namespaces on a bridge, each link limited in both directions.
+"""Hosts on one machine: network namespaces on a bridge, each link limited in both directions.
 
     host 0  eth0 10.77.0.1 ---- port0 \\
     host 1  eth0 10.77.0.2 ---- port1  > bridge, in a namespace of its own
     host 2  eth0 10.77.0.3 ---- port2 /
 
-`tc tbf` on eth0 limits what a host sends, on its port what it receives. Nothing of this touches the machine's own network:
-there is no way out of these namespaces. They are named smolbench-<pid>-<i>, and removed at the end, whatever happens; what
-a killed process left behind is removed by the next one that starts.
+`tc tbf` on eth0 limits what a host sends, on its port what it receives. The machine's own network is not changed and cannot
+be reached from these namespaces. They are named smolbench-<pid>-<i> and are removed at the end, also after an error; those of
+a killed process are removed by the next one that starts.
 
     with hosts(2, rate="100mbit") as network:
         server = network.popen(0, [sys.executable, "server.py"])
@@ -39,7 +39,7 @@ _NAME = re.compile(r"smolbench-(\d+)-(\d+|bridge)$")
 
 
 class Network:
-    """Namespaces `0 .. count-1`. Made by `hosts`."""
+    """Namespaces `0 .. count-1`, created by `hosts`."""
 
     def __init__(self, count: int, rate: str | None) -> None:
         self.count, self.rate = count, rate
@@ -52,13 +52,13 @@ class Network:
         return f"10.77.0.{host + 1}"
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """gloo must be told which interface it is on."""
+        """Add the interface that gloo must use."""
         return {**(os.environ if base is None else base), "GLOO_SOCKET_IFNAME": "eth0"}
 
     def popen(
         self, host: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a host. It is killed when the network goes away."""
+        """Start a command on a host. It is killed when the network is removed."""
         command = ["ip", "netns", "exec", self.namespace(host), *command]
         process = subprocess.Popen(command, env=self.environment(env), **options)
         self._processes.append(process)
@@ -71,7 +71,7 @@ class Network:
 
     @contextlib.contextmanager
     def inside(self, host: int) -> Iterator[None]:
-        """What this thread starts meanwhile is on that host."""
+        """Start processes of this thread on that host."""
         home_path, path = Path("/proc/thread-self/ns/net"), Path("/var/run/netns") / self.namespace(host)
         with home_path.open() as home, path.open() as there:
             _enter(there.fileno())
@@ -81,17 +81,14 @@ class Network:
                 _enter(home.fileno())
 
     def cut(self, host: int) -> None:
-        """Nothing reaches this host any more or leaves it; nobody is told."""
+        """Drop all packets from and to this host. No connection is closed."""
         _ip("-n", self.namespace_of_bridge, "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
         _ip("-n", self.namespace_of_bridge, "link", "set", f"port{host}", "up")
 
     def block(self, source: int, target: int) -> None:
-        """Drop what `source` sends to `target`, silently and in this direction only.
-
-        The packets go to a hardware address that nobody has.
-        """
+        """Drop all packets from `source` to `target`: they go to a hardware address that no host has."""
         neighbour = ("neigh", "replace", self.address(target), "lladdr", "02:00:00:00:00:01", "nud", "permanent")
         _ip("-n", self.namespace(source), *neighbour, "dev", "eth0")
 
@@ -138,7 +135,7 @@ class Network:
 
 @contextlib.contextmanager
 def hosts(count: int, *, rate: str | None) -> Iterator[Network]:
-    """`count` hosts that reach each other at `rate` (as tc spells it: 100mbit, 1gbit; None: no limit)."""
+    """Create `count` hosts that are connected at `rate` (as tc spells it: 100mbit, 1gbit; None: no limit)."""
     check_possible()
     if not 1 <= count <= MAX_HOSTS:
         raise UserError(f"{count} hosts were asked for; from 1 to {MAX_HOSTS} are possible")
@@ -153,7 +150,7 @@ def hosts(count: int, *, rate: str | None) -> Iterator[Network]:
 
 
 def check_possible() -> None:
-    """Say what is missing, before anything is made."""
+    """Raise `UserError` with what is missing, before anything is created."""
     if sys.platform != "linux":
         raise UserError(
             f"limited links need Linux's network namespaces, and this is {sys.platform}; use --link loopback"
@@ -166,7 +163,7 @@ def check_possible() -> None:
 
 
 def _limit(namespace: str, device: str, rate: str) -> None:
-    """A token bucket of 1 ms: small against any transfer measured, large enough to keep the line busy."""
+    """Add a token bucket of 1 ms: small beside every measured transfer, large enough to keep the link busy."""
     burst = max(16_000, int(parse_rate(rate) / 8 / 1000))
     _tool(
         *("tc", "-n", namespace, "qdisc", "add", "dev", device, "root"),
@@ -175,7 +172,7 @@ def _limit(namespace: str, device: str, rate: str) -> None:
 
 
 def parse_rate(rate: str) -> float:
-    """Bits per second of `100mbit`."""
+    """Return the bits per second of a rate like `100mbit`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
     if match is None:
         raise UserError(f"link rate '{rate}' is not understood; write it like 100mbit or 1gbit")
@@ -183,7 +180,7 @@ def parse_rate(rate: str) -> float:
 
 
 def _enter(namespace: int) -> None:
-    """This thread alone. Python has it from 3.12 on, as os.setns."""
+    """Move this thread to a network namespace: os.setns of Python 3.12."""
     if ctypes.CDLL(None, use_errno=True).setns(namespace, 0) != 0:
         raise UserError(f"a network namespace cannot be entered: {os.strerror(ctypes.get_errno())}")
 
@@ -200,7 +197,7 @@ def _tool(*command: str) -> None:
 
 
 def _remove_abandoned() -> None:
-    """Namespaces of processes that are gone."""
+    """Remove namespaces of processes that have ended."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     for line in listed.splitlines():
         match = _NAME.match(line.split(" ")[0])
@@ -220,7 +217,7 @@ def _alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C does, so that the namespaces are removed."""
+    """Make SIGTERM raise SystemExit, so that context managers clean up as after Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -235,7 +232,7 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-# What the line really carries
+# The rate that TCP reaches
 
 _RECEIVER = """
 import socket, sys, time
@@ -256,7 +253,7 @@ with socket.create_connection((sys.argv[1], 7700)) as connection:
 
 
 def measured_rate(network: Network, *, seconds: float = 1.0) -> float:
-    """Payload bits per second of plain TCP from host 1 to host 0."""
+    """Measure the payload bits per second of plain TCP from host 1 to host 0."""
     size = int((parse_rate(network.rate) if network.rate else 10e9) / 8 * seconds)
     receiver = network.popen(0, [sys.executable, "-c", _RECEIVER, network.address(0)], stdout=subprocess.PIPE)
     assert receiver.stdout is not None
