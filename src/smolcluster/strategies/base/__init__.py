@@ -4,9 +4,11 @@ A strategy is one file that reads like its paper. `plan` places the ranks and st
 builds, partitions or wraps the model, `step` takes one training step. It reaches other ranks through a `Group`, never through a
 socket. The loop in `engine/` calls these methods and names no strategy.
 
-    replicated.py   base of strategies with the whole model on each worker
-    local_steps.py  base of local SGD and `diloco`; late_rounds.py, late_work.py: rounds that come too late
-    parallel.py     base of fsdp, tensor, pipeline and mesh
+    replicated.py         base of strategies with the whole model on each worker
+    local_steps.py        base of local SGD and `diloco`; local_round.py: progress of a round; local_state.py: what is saved
+                          local_contributions.py, late_work.py: rounds that come too late
+    parallel.py           base of fsdp, tensor, pipeline and mesh; partial_state.py: saving a part of a model
+    weight_prediction.py  where the weights of `edp`'s server will be
 """
 
 from __future__ import annotations
