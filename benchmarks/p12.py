@@ -136,7 +136,7 @@ def moved(config: Config) -> list[tuple[float, float]]:
         counts = Path(folder) / "counts"
         counts.mkdir()
         with ElasticRun(config, Path(folder) / "run", environ={counted.FOLDER: str(counts)}) as run:
-            run.watch(within_s=300.0)
+            run.watch(timeout_s=300.0)
         return steps_of(counts, config)
 
 

@@ -197,7 +197,7 @@ def edp_over(link: str, *, size: int, steps: int, limit_s: float, loss: float) -
         network = stack.enter_context(hosts(size, rate=link))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         run = stack.enter_context(ElasticRun(config, folder / "run", network=network))
-        run.watch(enough, within_s=3 * limit_s + 120.0)
+        run.watch(enough, timeout_s=3 * limit_s + 120.0)
     first = run.rows[0].time if run.rows else 0.0
     curve = [(row.time - first, row.val_loss) for row in run.rows[1:] if row.val_loss is not None]
     _tell_end(EDP, curve, link, limit_s)

@@ -267,7 +267,7 @@ def train_ours(setting: Case, steps: int, *, seed: int) -> Message:
     config = elastic_config(SHAPE, workers=WORKERS, steps=steps, strategy=setting.strategy, overrides=overrides)
     with tempfile.TemporaryDirectory() as folder, ElasticRun(config, Path(folder) / "run") as run:
         started = time.perf_counter()
-        run.watch(within_s=60.0 + 5.0 * steps)
+        run.watch(timeout_s=60.0 + 5.0 * steps)
         seconds = time.perf_counter() - started
     summary = run.summary
     total = int(summary["bytes_sent"])  # by all of them

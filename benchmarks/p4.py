@@ -196,10 +196,10 @@ def time_of_ours(strategy: str, overrides: dict[str, Any], loss: float) -> tuple
 
     with tempfile.TemporaryDirectory() as folder:
         with ElasticRun(config, Path(folder) / "run", cores={"server": FAST, 0: FAST, 1: SLOW}) as run:
-            run.watch(lambda rows: rows[-1].step >= EVERY, within_s=120.0)
+            run.watch(lambda rows: rows[-1].step >= EVERY, timeout_s=120.0)
             with slowed(run.pid(SLOW), core=SLOW):
                 started = time.time()
-                if not run.watch(enough, within_s=600.0):
+                if not run.watch(enough, timeout_s=600.0):
                     raise SmolclusterError(f"{strategy} did not come down to a loss of {loss:g} in {STEPS} steps")
         lines = history.read(Path(folder) / "run" / "history.jsonl")
     return run.rows[-1].time - started, _split([line for line in lines if line["kind"] == "commit"][-20:])

@@ -254,7 +254,7 @@ def _ready(
             stack.enter_context(started(command, listen=True, environ=environ, network=network, host=host))
             for host, command in enumerate(commands)
         ]
-        receive(first, within_s=START_S)
+        receive(first, timeout_s=START_S)
         yield first
 
 

@@ -150,22 +150,22 @@ class ElasticWorld:
         lives = self.seat(who).lives
         return bool(lives) and lives[-1].process.is_alive()
 
-    def wait(self, question: Callable[[], bool], *, what: str, within_s: float = 300.0) -> None:
+    def wait(self, question: Callable[[], bool], *, what: str, timeout_s: float = 300.0) -> None:
         """Until the answer is yes: asked at every event, and a few times a second for what is no event."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + timeout_s
         with self._news:
             while not question():
                 left = deadline - time.monotonic()
-                assert left > 0, f"{what}: not within {within_s:g} s; {self.story()}"
+                assert left > 0, f"{what}: not within {timeout_s:g} s; {self.story()}"
                 self._news.wait(min(left, 0.1))
 
-    def wait_for_step(self, step: int, who: Who = "server", *, within_s: float = 300.0) -> None:
+    def wait_for_step(self, step: int, who: Who = "server", *, timeout_s: float = 300.0) -> None:
         """Until it has logged this step or a later one."""
-        self.wait(lambda: self.seat(who).step >= step, what=f"step {step} of {who}", within_s=within_s)
+        self.wait(lambda: self.seat(who).step >= step, what=f"step {step} of {who}", timeout_s=timeout_s)
 
-    def wait_for_exit(self, who: Who, *, within_s: float = 300.0) -> int | None:
+    def wait_for_exit(self, who: Who, *, timeout_s: float = 300.0) -> int | None:
         """Until its process is gone; returns the status of that life."""
-        self.wait(lambda: not self.alive(who), what=f"the end of {who}", within_s=within_s)
+        self.wait(lambda: not self.alive(who), what=f"the end of {who}", timeout_s=timeout_s)
         life = self.seat(who).lives[-1]
         assert life.listener is not None
         life.listener.join(5.0)
@@ -252,11 +252,11 @@ class ElasticWorld:
     def _wait_for_the_end(self, timeout_s: float) -> None:
         deadline, ranks = time.monotonic() + timeout_s, range(len(self.workers))
         over = lambda: not self.alive("server") or not any(map(self.alive, ranks))  # noqa: E731
-        self.wait(over, what="the end of the run", within_s=timeout_s)
+        self.wait(over, what="the end of the run", timeout_s=timeout_s)
         # A server without workers has a few seconds to end: it would wait for others for ever.
         for who in ("server", *ranks):
             if self.seat(who).lives:
-                self.wait_for_exit(who, within_s=min(60.0, max(0.1, deadline - time.monotonic())))
+                self.wait_for_exit(who, timeout_s=min(60.0, max(0.1, deadline - time.monotonic())))
 
     def _end(self) -> None:
         """Nothing is left running."""

@@ -21,14 +21,14 @@ from smolcluster.errors import UserError
 T = TypeVar("T")
 
 
-def eventually(question: Callable[[], T | None], *, within_s: float = 150.0, what: str = "it") -> T:
+def eventually(question: Callable[[], T | None], *, timeout_s: float = 150.0, what: str = "it") -> T:
     """The first answer that is neither None nor false."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + timeout_s
     while True:
         answer = question()
         if answer:
             return answer
-        assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
         time.sleep(0.005)
 
 

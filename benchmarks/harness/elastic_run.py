@@ -100,9 +100,9 @@ class ElasticRun:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def watch(self, enough: Callable[[Sequence[StepLogged]], bool] = lambda rows: False, *, within_s: float) -> bool:
+    def watch(self, enough: Callable[[Sequence[StepLogged]], bool] = lambda rows: False, *, timeout_s: float) -> bool:
         """Wait until the server's rows are enough (return True) or the run has ended (return False)."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + timeout_s
         while self._running:
             event = self._next(deadline)
             if isinstance(event, StepLogged) and event.role == "server" and enough(self.rows):

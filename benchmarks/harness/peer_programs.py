@@ -106,7 +106,7 @@ def _start(stack: contextlib.ExitStack, module: str, words: Message, **how: Any)
 
 
 def _receive(process: subprocess.Popen[bytes]) -> Message:
-    return receive(process, within_s=SILENT_S)
+    return receive(process, timeout_s=SILENT_S)
 
 
 def _resume(process: subprocess.Popen[bytes]) -> None:

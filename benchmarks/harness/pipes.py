@@ -27,11 +27,11 @@ def send(process: subprocess.Popen[bytes], message: Message) -> None:
         raise SmolclusterError(f"a process of the benchmark ended with status {process.wait()}") from None
 
 
-def receive(process: subprocess.Popen[bytes], *, within_s: float | None = None) -> Message:
-    """Return the next answer. `within_s`: only for a process that writes one line, then waits for the next message."""
+def receive(process: subprocess.Popen[bytes], *, timeout_s: float | None = None) -> Message:
+    """Return the next answer. `timeout_s`: only for a process that writes one line, then waits for the next message."""
     assert process.stdout is not None
-    if within_s is not None and not select.select([process.stdout], [], [], within_s)[0]:
-        raise SmolclusterError(f"a process of the benchmark wrote nothing for {within_s:g} s")
+    if timeout_s is not None and not select.select([process.stdout], [], [], timeout_s)[0]:
+        raise SmolclusterError(f"a process of the benchmark wrote nothing for {timeout_s:g} s")
     line = process.stdout.readline()
     if not line:
         raise SmolclusterError(f"a process of the benchmark ended with status {process.wait()}")

@@ -73,9 +73,9 @@ def run_elastic(order: Order, cores: Sequence[int], folder: Path) -> dict[str, A
         contextlib.ExitStack() as stack,
     ):
         if order.slow:
-            run.watch(lambda rows: True, within_s=LIMIT_S)
+            run.watch(lambda rows: True, timeout_s=LIMIT_S)
             stack.enter_context(slowed(run.pid(last), core=seats[last]))
-        run.watch(within_s=LIMIT_S)
+        run.watch(timeout_s=LIMIT_S)
     commits = [line for line in history.read(folder / "history.jsonl") if line["kind"] == "commit"]
     return {
         **_figures(run.summary, [(row.step, row.loss) for row in run.rows], order.steps),

@@ -67,6 +67,6 @@ def pages(browser: Any, *, expected: Sequence[str] = ()) -> Iterator[Callable[..
     assert [words for words in complaints if not any(known in words for known in expected)] == []
 
 
-def until(page: Any, expression: str, *, within_s: float = PATIENCE_MS / 1000) -> Any:
+def until(page: Any, expression: str, *, timeout_s: float = PATIENCE_MS / 1000) -> Any:
     """Asked from outside: the page's own policy forbids to wait for an expression inside it."""
-    return eventually(lambda: page.evaluate(expression), within_s=within_s, what=expression)
+    return eventually(lambda: page.evaluate(expression), timeout_s=timeout_s, what=expression)

@@ -139,7 +139,7 @@ class Running:
         found = eventually(all_there, what=f"{count} workers")
         return sorted(found, key=lambda process: (int(process.started), process.pid))
 
-    def until(self, question: Callable[[], T | None], *, what: str, within_s: float = 120.0) -> T:
+    def until(self, question: Callable[[], T | None], *, what: str, timeout_s: float = 120.0) -> T:
         """Like `eventually`, but a command that ends in the meantime is an error at once."""
 
         def ask() -> T | None:
@@ -147,10 +147,10 @@ class Running:
             assert answer or self.process.poll() is None, f"{what}: the command has ended: {self.end()}"
             return answer
 
-        return eventually(ask, within_s=within_s, what=what)
+        return eventually(ask, timeout_s=timeout_s, what=what)
 
-    def end(self, *, within_s: float = 120.0) -> Ended:
-        status = self.process.wait(within_s)
+    def end(self, *, timeout_s: float = 120.0) -> Ended:
+        status = self.process.wait(timeout_s)
         out, err = (p.read_text(encoding="utf-8", errors="replace") for p in (self._out, self._err))
         return Ended(status, out, err)
 
@@ -195,10 +195,10 @@ class Smol:
         self._stack.callback(running.close)
         return running
 
-    def run(self, *arguments: str | Path, cwd: Path, within_s: float = 180.0, **options: Any) -> Ended:
+    def run(self, *arguments: str | Path, cwd: Path, timeout_s: float = 180.0, **options: Any) -> Ended:
         running = self.start(*arguments, cwd=cwd, **options)
         try:
-            return running.end(within_s=within_s)
+            return running.end(timeout_s=timeout_s)
         finally:
             running.close()
 

@@ -54,9 +54,9 @@ def first_commit(lines: Lines, *, after: float, without: str = "") -> dict[str, 
 
 
 def wait_for_history(
-    world: ElasticWorld, question: Callable[[Lines], object], *, what: str, within_s: float = 300.0
+    world: ElasticWorld, question: Callable[[Lines], object], *, what: str, timeout_s: float = 300.0
 ) -> None:
-    world.wait(lambda: bool(question(lines_of(world))), what=what, within_s=within_s)
+    world.wait(lambda: bool(question(lines_of(world))), what=what, timeout_s=timeout_s)
 
 
 def wait_for_next_step(world: ElasticWorld, *, after: float, without: str = "") -> dict[str, Any]:
@@ -67,14 +67,14 @@ def wait_for_next_step(world: ElasticWorld, *, after: float, without: str = "") 
     return line
 
 
-def wait_for_counted(world: ElasticWorld, rank: int, *, after: float, within_s: float = 300.0) -> None:
+def wait_for_counted(world: ElasticWorld, rank: int, *, after: float, timeout_s: float = 300.0) -> None:
     """Until a step committed after this time has counted a gradient of this rank."""
 
     def counted(lines: Lines) -> bool:
         later = (line for line in commits(lines) if line["time"] >= after)
         return any(part["rank"] == rank for line in later for part in line["contributors"])
 
-    wait_for_history(world, counted, what=f"a gradient of rank {rank}", within_s=within_s)
+    wait_for_history(world, counted, what=f"a gradient of rank {rank}", timeout_s=timeout_s)
 
 
 def start_and_wait(world: ElasticWorld, rank: int) -> float:

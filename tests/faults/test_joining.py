@@ -97,7 +97,7 @@ def announced(world: ElasticWorld) -> float:
 def wait_for_commits(world: ElasticWorld, count: int, *, after: float) -> None:
     what = f"{count} steps while a newcomer gets its state"
     wait_for_history(
-        world, lambda lines: sum(line["time"] > after for line in commits(lines)) >= count, what=what, within_s=90.0
+        world, lambda lines: sum(line["time"] > after for line in commits(lines)) >= count, what=what, timeout_s=90.0
     )
 
 

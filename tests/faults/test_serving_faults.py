@@ -125,7 +125,7 @@ def test_without_machines_sequences_wait_and_new_ones_are_refused(source: Random
         assert asyncio.run(story()) == source.greedy(PROMPT, COUNT)
         for name in ("a", "again"):
             stages.signal(name, signal.SIGKILL)
-        eventually(lambda: not front.state()["ready"], what="the loss to be noticed", within_s=20)
+        eventually(lambda: not front.state()["ready"], what="the loss to be noticed", timeout_s=20)
         with pytest.raises(Unavailable):
             asyncio.run(_all(front, ask()))
 

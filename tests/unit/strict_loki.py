@@ -100,21 +100,21 @@ class StrictLoki:
             ]
         return [text for _, text in sorted(found)]
 
-    def wait(self, question: Callable[[], bool], *, what: str, within_s: float = 90.0) -> None:
-        deadline = time.monotonic() + within_s
+    def wait(self, question: Callable[[], bool], *, what: str, timeout_s: float = 90.0) -> None:
+        deadline = time.monotonic() + timeout_s
         with self._news:
             while not question():
                 left = deadline - time.monotonic()
-                assert left > 0, f"{what}: not within {within_s:g} s; {self.statuses[-20:]}, {self.violations[:3]}"
+                assert left > 0, f"{what}: not within {timeout_s:g} s; {self.statuses[-20:]}, {self.violations[:3]}"
                 self._news.wait(min(left, 0.05))
 
-    def wait_for(self, lines: int, *, within_s: float = 90.0) -> None:
+    def wait_for(self, lines: int, *, timeout_s: float = 90.0) -> None:
         self.wait(
-            lambda: len(self.lines()) >= lines, what=f"{lines} lines, {len(self.lines())} came", within_s=within_s
+            lambda: len(self.lines()) >= lines, what=f"{lines} lines, {len(self.lines())} came", timeout_s=timeout_s
         )
 
-    def wait_for_requests(self, count: int, *, within_s: float = 90.0) -> None:
-        self.wait(lambda: len(self.times) >= count, what=f"{count} requests", within_s=within_s)
+    def wait_for_requests(self, count: int, *, timeout_s: float = 90.0) -> None:
+        self.wait(lambda: len(self.times) >= count, what=f"{count} requests", timeout_s=timeout_s)
 
     # Taking a push
 

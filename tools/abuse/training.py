@@ -90,7 +90,7 @@ def attack(
 
     def script(world: ElasticWorld) -> None:
         seats: list[Who] = ["server", *range(RUNS[run])]
-        world.wait_for_step(20, within_s=120.0)
+        world.wait_for_step(20, timeout_s=120.0)
         targets = [(abuse, door) for who in seats for door in _doors(world, who, keyring)]
         pids = {str(who): _pid(world, who) for who in seats}
         quiet.extend(

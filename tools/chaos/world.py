@@ -23,7 +23,7 @@ class Chaos:
         self.victims: list[Victim] = []
 
     def script(self, world: ElasticWorld) -> None:
-        world.wait_for_step(1, within_s=120.0)
+        world.wait_for_step(1, timeout_s=120.0)
         began = time.monotonic()
         for fault in self.plan.faults:
             if not self._rest(world, until=began + fault.at_s):
@@ -33,7 +33,7 @@ class Chaos:
         self._rest(world, until=began + 10 * self.plan.steps)
         for rank in range(self.plan.workers):
             with contextlib.suppress(AssertionError):
-                world.wait_for_exit(rank, within_s=LEAVE_S)
+                world.wait_for_exit(rank, timeout_s=LEAVE_S)
             if world.alive(rank):
                 world.kill(rank)
 
@@ -91,7 +91,7 @@ class Chaos:
         """Wait until that time. Return False when the run has ended before."""
         left = until - time.monotonic()
         with contextlib.suppress(AssertionError):
-            world.wait(lambda: not world.alive("server"), what="the end", within_s=max(0.0, left))
+            world.wait(lambda: not world.alive("server"), what="the end", timeout_s=max(0.0, left))
         return world.alive("server")
 
 

@@ -94,7 +94,7 @@ def _push(run_dir: Path | None, url: str | None) -> int:
         url = load_config([str(run_dir / "config.yaml")]).logging.loki_url
     if url is None:
         raise UserError(f"{run_dir} names no Loki server; give --url http://HOST:3100")
-    rest = push_rest(run_dir, url, within_s=300)
+    rest = push_rest(run_dir, url, timeout_s=300)
     typer.echo(f"{rest.lines} lines sent" + (f", {rest.refused} refused" if rest.refused else ""))
     if rest.left:
         raise UserError(f"not all was sent: {rest.reason}; try again later")

@@ -51,9 +51,9 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def reach(host: str, port: int, *, within_s: float) -> socket.socket:
+def reach(host: str, port: int, *, timeout_s: float) -> socket.socket:
     """Connect. A connection to itself counts as refused (see `refuse_itself`)."""
-    sock = socket.create_connection((host, port), timeout=within_s)
+    sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         refuse_itself(sock)
     except OSError:

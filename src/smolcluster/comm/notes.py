@@ -39,14 +39,14 @@ class Notes:
         with _peer_lost():
             self._store.set(f"{self._name}/{key}", json.dumps(value))
 
-    def read(self, key: str, *, within_s: float) -> Any:
+    def read(self, key: str, *, timeout_s: float) -> Any:
         """Wait for a note. Raises PeerLost after the timeout, or when `close` is called meanwhile."""
-        full, until, pause_s = f"{self._name}/{key}", time.monotonic() + within_s, _FIRST_POLL_S
+        full, until, pause_s = f"{self._name}/{key}", time.monotonic() + timeout_s, _FIRST_POLL_S
         with _peer_lost():
             while not self._store.check([full]):  # TCPStore.wait prints a stack trace at a timeout
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    raise PeerLost(f"no rank has posted {key} within {within_s:g} s")
+                    raise PeerLost(f"no rank has posted {key} within {timeout_s:g} s")
                 if self._closed.wait(min(pause_s, left_s)):
                     raise PeerLost("this rank is leaving")
                 pause_s = min(2 * pause_s, _LAST_POLL_S)

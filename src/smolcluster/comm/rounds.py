@@ -281,10 +281,10 @@ class ServerRounds(Rounds):
         """Ask for the server's weights."""
 
     @abstractmethod
-    def wait_until(self, done: Callable[[], bool], *, within_s: float | None = None) -> bool:
+    def wait_until(self, done: Callable[[], bool], *, timeout_s: float | None = None) -> bool:
         """Handle the server's messages until `done()`, the end of the run, or a new WELCOME.
 
-        Return whether one of these came within `within_s` seconds; None: however long it takes.
+        Return whether one of these came within `timeout_s` seconds; None: however long it takes.
         """
 
     def settle(self, *, in_flight: int) -> None:

@@ -148,5 +148,5 @@ def start_in_background(folder: Path, run_dir: Path, port: int | None = None) ->
 
 def _end_background() -> None:
     """Close the standard input of each child, which then sends its viewers the last changes and exits."""
-    end_by_closing(_background, within_s=LEAVE_S)
+    end_by_closing(_background, timeout_s=LEAVE_S)
     _background.clear()

@@ -30,7 +30,7 @@ from smolcluster.folders import user_folder
 
 PROJECT = "smolcluster-logs"
 READY_S = 180.0  # after the images are pulled
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _YOURS = ("targets",)  # folders whose files are not overwritten
 
 DEFAULTS = {
@@ -97,7 +97,7 @@ def stop() -> None:
 def find_compose() -> list[str]:
     """Return `docker compose` for our project, or the older `docker-compose`."""
     docker, project = shutil.which("docker"), ["--project-name", PROJECT]
-    if docker is not None and _failure(docker, "compose", "version", within_s=30) is None:
+    if docker is not None and _failure(docker, "compose", "version", timeout_s=30) is None:
         return [docker, "compose", *project]
     older = shutil.which("docker-compose")
     if older is not None:
@@ -115,15 +115,15 @@ def find_compose() -> list[str]:
 def _check_docker() -> None:
     """Raise UserError if the docker daemon does not answer."""
     docker = shutil.which("docker")
-    failure = None if docker is None else _failure(docker, "info", within_s=60)
+    failure = None if docker is None else _failure(docker, "info", timeout_s=60)
     if failure is not None:
         raise UserError(f"docker does not work here: {failure}; start the docker daemon")
 
 
-def _failure(*command: str, within_s: float) -> str | None:
+def _failure(*command: str, timeout_s: float) -> str | None:
     """Return the last line of a failing command; None on success."""
     try:
-        asked = subprocess.run(command, capture_output=True, timeout=within_s, check=False, text=True)
+        asked = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False, text=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return None if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["no output"])[-1]
@@ -179,7 +179,7 @@ def _wait_until_ready(urls: Mapping[str, str], *, see: str) -> None:
         if time.monotonic() > deadline:
             names = " and ".join(name.capitalize() for name in waiting)
             raise SmolclusterError(f"{names} did not answer within {READY_S:g} s; {see}")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _answers(url: str) -> bool:

@@ -380,12 +380,14 @@ class PushReport:
     reason: str = ""  # why some are left
 
 
-def push_rest(run_dir: str | Path, url: str, *, within_s: float = 30.0, timing: LokiTiming | None = None) -> PushReport:
+def push_rest(
+    run_dir: str | Path, url: str, *, timeout_s: float = 30.0, timing: LokiTiming | None = None
+) -> PushReport:
     """Push what is left of a run that is over: all logs of its directory (or one log, or a folder of them).
 
-    Returns when all is sent, when the address is wrong, or after `within_s`. Calling it again does no harm.
+    Returns when all is sent, when the address is wrong, or after `timeout_s`. Calling it again does no harm.
     """
-    client, deadline = LokiClient(endpoint_of(url)), time.monotonic() + within_s
+    client, deadline = LokiClient(endpoint_of(url)), time.monotonic() + timeout_s
     lines, refused, reason = 0, 0, ""
     left: list[Path] = []
     busy: list[Path] = []
@@ -407,10 +409,10 @@ def push_rest(run_dir: str | Path, url: str, *, within_s: float = 30.0, timing: 
     return PushReport(lines, refused, tuple(left), tuple(busy), reason)
 
 
-def push_leftovers(run_dir: str | Path, url: str, *, within_s: float = 3.0) -> str:
+def push_leftovers(run_dir: str | Path, url: str, *, timeout_s: float = 3.0) -> str:
     """Push what the processes of a launcher, which have all ended, could not. Return a warning if lines are still left."""
     try:
-        report = push_rest(run_dir, url, within_s=within_s)
+        report = push_rest(run_dir, url, timeout_s=timeout_s)
     except UserError:  # no process has logged anything
         return ""
     if not report.left:

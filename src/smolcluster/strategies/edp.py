@@ -164,7 +164,7 @@ class EDP(Pushing[EDPOptions]):
         if not self._in_flight(push) or self._budget < most or most == 0:
             return
         started = time.monotonic()
-        counted = self.rounds.wait_until(lambda: not self._in_flight(push), within_s=most * own_s)
+        counted = self.rounds.wait_until(lambda: not self._in_flight(push), timeout_s=most * own_s)
         waited = (time.monotonic() - started) / own_s
         self._budget -= max(0.0, waited - FREE) if counted else waited
 

@@ -197,7 +197,7 @@ def test_a_fresh_environment(smol: Smol, tmp_path: Path) -> None:
         bare = getattr(sys, "_base_executable", sys.executable)
         network = {name: value for name, value in os.environ.items() if re.match("UV_|SSL_CERT|.*_proxy", name, re.I)}
         host = box.host(python=bare, environment={**network, "UV_FIND_LINKS": wheels})
-        ended = made.run("up", cluster(made, steps=2, hosts={"mini1": host}), within_s=300).ok()
+        ended = made.run("up", cluster(made, steps=2, hosts={"mini1": host}), timeout_s=300).ok()
         assert "mini1:  + torch==" in ended.out
         assert "mini1: environment made in" in ended.out
         assert "finished: 2 steps" in ended.out

@@ -124,7 +124,7 @@ def ended(processes: list[subprocess.Popen[bytes]], pods: Pods) -> list[int]:
         return None if None in found else [int(status or 0) for status in found]
 
     try:
-        return eventually(lambda: [statuses()] if statuses() else None, within_s=PATIENCE_S, what="the end")[0] or []
+        return eventually(lambda: [statuses()] if statuses() else None, timeout_s=PATIENCE_S, what="the end")[0] or []
     except AssertionError:
         raise AssertionError(pods.logs()) from None
 
@@ -157,7 +157,7 @@ def test_a_server_that_is_lost_with_its_pod(smol: Smol, pods: Pods) -> None:
     server, *workers = [kubernetes.start("gated-syncps-server")] + [
         kubernetes.start("gated-syncps-worker", index) for index in (0, 1)
     ]
-    eventually(lambda: last_step(run_dir) >= 2, within_s=PATIENCE_S, what="two steps")
+    eventually(lambda: last_step(run_dir) >= 2, timeout_s=PATIENCE_S, what="two steps")
     pods.kill(server)
     reached = last_step(run_dir)
     assert reached < STEPS

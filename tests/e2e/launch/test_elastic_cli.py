@@ -97,7 +97,7 @@ class Run:
 
 def run(smol: Smol, folder: Path, name: str, *arguments: str, **options: Any) -> Run:
     command = ("train", "--workers", "2", "--steps", str(STEPS), "--run-dir", f"runs/{name}", *arguments)
-    return Run(folder / "runs" / name, smol.run(*command, cwd=folder, within_s=PATIENCE_S, **options).ok())
+    return Run(folder / "runs" / name, smol.run(*command, cwd=folder, timeout_s=PATIENCE_S, **options).ok())
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def _parents(pid: int) -> list[int]:
 
 
 def wait(running: Running, question: Callable[[], T | None], *, what: str) -> T:
-    return running.until(question, what=what, within_s=PATIENCE_S)
+    return running.until(question, what=what, timeout_s=PATIENCE_S)
 
 
 # One command
@@ -209,7 +209,7 @@ def test_roles_by_hand_give_the_same_run(smol: Smol, folder: Path, base: Run) ->
     serve = ("server", "--strategy", "SyncPS", "--workers", "2", "--steps", str(STEPS), "--port", str(port))
     server = smol.start(*serve, "--run-dir", run_dir, "--override", *EXACT, ALONE, cwd=folder)
     other = smol.start("worker", "0", "alpha", *join, cwd=folder)
-    ended = [command.end(within_s=PATIENCE_S).ok() for command in (server, other, early)]
+    ended = [command.end(timeout_s=PATIENCE_S).ok() for command in (server, other, early)]
     assert f"    smolcluster worker 0 HOSTNAME --server 127.0.0.1:{port}\n" in ended[0].out
     for rank, out in enumerate(each.out for each in ended[1:]):
         assert f"gpt | syncps | worker {rank} of 2 on cpu | 22.0k parameters | 8 steps\n" in out
@@ -234,11 +234,11 @@ def test_a_server_does_not_choose_the_files_that_a_worker_reads(smol: Smol, fold
     serve = ("server", "--strategy", "edp", "--workers", "1", "--steps", "2", "--port", str(port))
     server = smol.start(*serve, "--run-dir", folder / "runs" / "doors", "--override", *TINY, *data, ALONE, cwd=folder)
     join = ("worker", "0", "pi5", "--server", f"127.0.0.1:{port}")
-    refused = smol.run(*join, cwd=folder, within_s=PATIENCE_S)
+    refused = smol.run(*join, cwd=folder, timeout_s=PATIENCE_S)
     assert (refused.status, refused.err.count("\n")) == (2, 1), refused
     assert "start this worker with --data-root FOLDER" in refused.err
-    smol.run(*join, "--data-root", "mine.txt", cwd=folder, within_s=PATIENCE_S).ok()
-    server.end(within_s=PATIENCE_S).ok()
+    smol.run(*join, "--data-root", "mine.txt", cwd=folder, timeout_s=PATIENCE_S).ok()
+    server.end(timeout_s=PATIENCE_S).ok()
 
 
 def test_a_cluster_file_says_where_the_server_is(smol: Smol, folder: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_cluster_file_says_where_the_server_is(smol: Smol, folder: Path) -> No
     files = ("cluster_config_edp.yaml", "--override", *TINY)
     server = smol.start("server", *files, ALONE, "--steps", "4", "--run-dir", folder / "runs" / "file", cwd=folder)
     worker = smol.start("worker", "0", "pi5", *files, cwd=folder)
-    ended = [command.end(within_s=PATIENCE_S).ok() for command in (server, worker)]
+    ended = [command.end(timeout_s=PATIENCE_S).ok() for command in (server, worker)]
     assert f"listening on 127.0.0.2:{port}" in ended[0].out
     assert "worker 0 (pi5) joined\n" in ended[0].out
     assert f"the run is over; its results are on the server at 127.0.0.2:{port}\n" in ended[1].out
@@ -267,7 +267,7 @@ def test_another_strategy_does_not_lose_what_is_only_in_the_journal(smol: Smol, 
     first.process.kill()
     for process in processes:
         process.kill()
-    first.end(within_s=PATIENCE_S)
+    first.end(timeout_s=PATIENCE_S)
     other = ("--strategy", "allreduce", "--plane", "elastic", "--steps", "1000000")
     refused = smol.run("train", "--resume", run_dir, *other, cwd=folder, env=go)
     assert refused.status == 2, refused
@@ -306,14 +306,14 @@ def test_who_may_not_join_is_told_why_and_nobody_else_is_disturbed(smol: Smol, f
     foreign = go | {"SMOLCLUSTER_TOKEN": new_token()}
     tries.append(("token", smol.start("worker", "2", "beta", *join, cwd=folder, env=foreign)))
     for message, command in tries:
-        ended = command.end(within_s=PATIENCE_S)
+        ended = command.end(timeout_s=PATIENCE_S)
         assert (ended.status, ended.err.count("\n")) == (2, 1), ended
         assert re.search(message, ended.err), ended.err
     wait(server, lambda: "in the TLS handshake" in server.output, what="the server to tell of the wrong token")
 
     # One leaves; the other goes on. Then the server is stopped, and everybody goes home.
     members[1].process.send_signal(signal.SIGINT)
-    left = members[1].end(within_s=PATIENCE_S)
+    left = members[1].end(timeout_s=PATIENCE_S)
     assert (left.status, left.err) == (130, "smolcluster: interrupted; the run continues without this worker\n")
     step = last_step(run_dir)
     wait(server, lambda: last_step(run_dir) > step + 2, what="training to go on")
@@ -321,10 +321,10 @@ def test_who_may_not_join_is_told_why_and_nobody_else_is_disturbed(smol: Smol, f
     assert other.status == 2
     assert "host 'gamma' is not in cluster.workers; known: alpha, beta" in other.err
     server.process.send_signal(signal.SIGTERM)
-    stopped = server.end(within_s=PATIENCE_S)
+    stopped = server.end(timeout_s=PATIENCE_S)
     assert stopped.status == 130
     assert stopped.err == f"smolcluster: interrupted; continue with: smolcluster server --resume {run_dir}\n"
-    assert members[0].end(within_s=PATIENCE_S).status == 0
+    assert members[0].end(timeout_s=PATIENCE_S).status == 0
     assert read_summary(run_dir)["members_lost"] == 0
 
 
@@ -372,7 +372,7 @@ def deaths(smol: Smol, folder: Path) -> Run:
     mine = lambda: [row for row in read_rows(run_dir) if row["rank"] == 1 and row["step"] == 1]  # noqa: E731
     wait(running, lambda: len(mine()) > 1 or last_step(run_dir, rank=1) > step, what="the worker to be back")
     go.touch()
-    return Run(run_dir, running.end(within_s=PATIENCE_S).ok())
+    return Run(run_dir, running.end(timeout_s=PATIENCE_S).ok())
 
 
 def test_members_that_die_come_back_and_the_run_ends_well(beside: Beside) -> None:
@@ -408,7 +408,7 @@ def test_a_run_that_is_cut_off_and_interrupted_ends_bitwise_as_if_nothing_had_ha
     running.process.kill()
     server.kill()
     running.process.wait()
-    eventually(lambda: not any(process.alive() for process in left), within_s=at_most(20), what="the workers to leave")
+    eventually(lambda: not any(process.alive() for process in left), timeout_s=at_most(20), what="the workers to leave")
     assert not list((run_dir / "checkpoints").glob("step-*"))
 
     running = smol.start("train", "--resume", run_dir, cwd=folder, env=never)
@@ -416,14 +416,14 @@ def test_a_run_that_is_cut_off_and_interrupted_ends_bitwise_as_if_nothing_had_ha
     assert int(match[1]) >= 5
     wait(running, lambda: last_step(run_dir) >= int(match[1]) + 5, what="five more steps")
     running.process.send_signal(signal.SIGINT)
-    ended = running.end(within_s=PATIENCE_S)
+    ended = running.end(timeout_s=PATIENCE_S)
     assert (ended.status, ended.err) == (
         130,
         f"smolcluster: interrupted; continue with: smolcluster train --resume {run_dir}\n",
     )
     assert read_summary(run_dir)["status"] == "interrupted"
-    smol.run("train", "--resume", run_dir, cwd=folder, within_s=PATIENCE_S, env={"GO": str(go)}).ok()
-    undisturbed.end(within_s=PATIENCE_S).ok()
+    smol.run("train", "--resume", run_dir, cwd=folder, timeout_s=PATIENCE_S, env={"GO": str(go)}).ok()
+    undisturbed.end(timeout_s=PATIENCE_S).ok()
     steps = [row["step"] for row in server_rows(run_dir)]
     assert sorted(set(steps)) == steps
     assert last_step(run_dir) == 300
@@ -448,7 +448,7 @@ def test_a_server_that_dies_before_its_first_snapshot_begins_anew(smol: Smol, fo
     with subprocess.Popen([sys.executable, keeper.__file__, place], env=smol.env, stdout=subprocess.DEVNULL) as kept:
         try:
             join = ("worker", "0", "anyhost", "--server", f"127.0.0.1:{port}", "--task", "tasks.py:Doomed")
-            smol.run(*join, cwd=folder, within_s=PATIENCE_S, env=order["environment"]).ok()
+            smol.run(*join, cwd=folder, timeout_s=PATIENCE_S, env=order["environment"]).ok()
             assert kept.wait(PATIENCE_S) == 0, (place / "output.log").read_text()
         finally:
             (place / "stop").write_text("now")

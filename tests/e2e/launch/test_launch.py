@@ -92,8 +92,8 @@ def wait_for_step(running: Running, run_dir: Path, step: int, *, ranks: int = 1)
     running.until(reached, what=f"step {step}")
 
 
-def all_gone(processes: list[Process], *, within_s: float) -> None:
-    eventually(lambda: not any(p.alive() for p in processes), within_s=within_s, what="every worker to leave")
+def all_gone(processes: list[Process], *, timeout_s: float) -> None:
+    eventually(lambda: not any(p.alive() for p in processes), timeout_s=timeout_s, what="every worker to leave")
 
 
 # A worker dies
@@ -106,7 +106,7 @@ def test_a_killed_worker_ends_the_run_with_one_message(smol: Smol, folder: Path)
     wait_for_step(running, run_dir, 5, ranks=3)
     rank = random.randrange(3)
     workers[rank].kill()
-    ended = running.end(within_s=at_most(60))
+    ended = running.end(timeout_s=at_most(60))
 
     assert ended.status == 1
     assert f"worker rank {rank} failed: killed by SIGKILL" in ended.err
@@ -114,7 +114,7 @@ def test_a_killed_worker_ends_the_run_with_one_message(smol: Smol, folder: Path)
     last_lines = rf"  \| .*rank {rank}, starts as process {workers[rank].pid}\n"
     assert re.search(last_lines, ended.err)
     assert "Traceback" not in ended.err
-    all_gone(workers, within_s=100)
+    all_gone(workers, timeout_s=100)
     summary = read_summary(run_dir)
     assert (summary["status"], summary["members_lost"], summary["world_size"]) == ("failed", 1, 3)
     assert summary["steps"] >= 5
@@ -145,7 +145,7 @@ def test_a_worker_that_is_stopped_is_named_and_goes_on_to_save_when_the_run_ends
     told = f"worker rank 1 is stopped and the others wait for it; resume it: kill -CONT {workers[1].pid}"
     running.until(lambda: told in running.output, what="a word of the worker that is stopped")
     running.process.send_signal(signal.SIGINT)
-    ended = running.end(within_s=at_most(20))
+    ended = running.end(timeout_s=at_most(20))
     assert ended.status == 130
     assert running.output.count("is stopped") == 1
     assert list((run_dir / "checkpoints").glob("step-*"))
@@ -158,7 +158,7 @@ def test_two_signals_at_once_are_one(smol: Smol, folder: Path) -> None:
     wait_for_step(running, run_dir, 3)
     for _ in range(2):
         running.process.send_signal(signal.SIGTERM)
-    ended = running.end(within_s=at_most(20))
+    ended = running.end(timeout_s=at_most(20))
     assert "nothing was saved" not in ended.err
     assert list((run_dir / "checkpoints").glob("step-*"))
 
@@ -225,7 +225,7 @@ def test_workers_leave_when_the_launcher_is_killed(smol: Smol, folder: Path) -> 
     workers = running.workers(2)
     wait_for_step(running, run_dir, 5, ranks=2)
     running.process.kill()
-    all_gone(workers, within_s=at_most(30))
+    all_gone(workers, timeout_s=at_most(30))
     # They saved before they left, so nothing is lost.
     assert list((run_dir / "checkpoints").glob("step-*"))
 
@@ -243,7 +243,7 @@ def test_a_rank_that_waits_for_the_others_can_be_interrupted(smol: Smol, folder:
     running = by_hand(smol, folder, "lonely", 0, port)
 
     def listens() -> bool:
-        with contextlib.suppress(OSError), reach("127.0.0.1", port, within_s=1):
+        with contextlib.suppress(OSError), reach("127.0.0.1", port, timeout_s=1):
             return True
         return False
 
@@ -255,14 +255,14 @@ def test_a_rank_that_waits_for_the_others_can_be_interrupted(smol: Smol, folder:
 
     eventually(answered, what="the answer to the first interrupt")
     running.process.send_signal(signal.SIGINT)
-    assert running.end(within_s=at_most(60)).status == 130
+    assert running.end(timeout_s=at_most(60)).status == 130
 
 
 def test_a_rank_that_waits_for_rank_0_says_so_and_can_be_interrupted(smol: Smol, folder: Path) -> None:
     running = by_hand(smol, folder, "nobody", 1, free_port())
     running.until(lambda: "waiting for rank 0 at 127.0.0.1:" in running.output, what="a word of what it waits for")
     running.process.send_signal(signal.SIGINT)
-    ended = running.end(within_s=at_most(60))
+    ended = running.end(timeout_s=at_most(60))
     assert ended.status == 130
     assert "Traceback" not in ended.err
     assert "c10d" not in ended.err
@@ -278,7 +278,7 @@ def test_two_ranks_of_one_number_are_told(smol: Smol, folder: Path) -> None:
     assert ended.status == 2
     assert "rank 1 was started twice" in ended.err
     first.process.send_signal(signal.SIGINT)
-    assert first.end(within_s=at_most(20)).status == 130
+    assert first.end(timeout_s=at_most(20)).status == 130
 
 
 def test_a_rank_whose_peer_is_killed_says_so(smol: Smol, folder: Path) -> None:
@@ -287,7 +287,7 @@ def test_a_rank_whose_peer_is_killed_says_so(smol: Smol, folder: Path) -> None:
     run_dir = folder / "runs" / "widow"
     wait_for_step(ranks[0], run_dir, 3, ranks=2)
     ranks[1].process.kill()
-    ended = ranks[0].end(within_s=at_most(30))
+    ended = ranks[0].end(timeout_s=at_most(30))
     assert ended.status == 1
     assert ended.err.startswith("smolcluster: rank 0 failed: lost another rank: ")
     assert ended.err.count("\n") == 1
@@ -333,7 +333,7 @@ def interrupt(running: Running, run_dir: Path, number: int, *, workers: int) -> 
     ended = running.end()
     assert ended.status == 130
     assert ended.err == f"smolcluster: interrupted; continue with: smolcluster train --resume runs/{run_dir.name}\n"
-    all_gone(processes, within_s=100)
+    all_gone(processes, timeout_s=100)
     summary = read_summary(run_dir)
     assert summary["status"] == "interrupted"
     assert 20 <= summary["steps"] < 70
@@ -350,7 +350,7 @@ def kill_everything(running: Running, run_dir: Path, *, workers: int, after: int
     for process in processes:
         process.kill()
     running.process.wait()
-    all_gone(processes, within_s=at_most(30))
+    all_gone(processes, timeout_s=at_most(30))
 
 
 def newest_step(run_dir: Path) -> int:
@@ -412,9 +412,9 @@ def interrupt_early(smol: Smol, folder: Path) -> None:
     running = smol.start(*command, cwd=folder, group=True)
     workers = running.workers(1)
     os.killpg(running.process.pid, signal.SIGINT)
-    ended = running.end(within_s=at_most(30))
+    ended = running.end(timeout_s=at_most(30))
     assert ended.status == 130
     assert "continue with: smolcluster train --resume" in ended.err
-    all_gone(workers, within_s=100)
+    all_gone(workers, timeout_s=100)
     assert read_summary(run_dir)["status"] == "interrupted"
     assert {row["step"] for row in read_rows(run_dir)} == {1}

@@ -86,7 +86,7 @@ class Cluster:
             assert not ended, f"{job['JobState']}, exit {job['ExitCode']}\n{self.output(job)}"
             return job if job["JobState"] in states else None
 
-        return eventually(ask, within_s=PATIENCE_S, what=f"job {number} {' or '.join(states)}")
+        return eventually(ask, timeout_s=PATIENCE_S, what=f"job {number} {' or '.join(states)}")
 
     def output(self, job: dict[str, str]) -> str:
         file = Path(job["StdOut"])
@@ -153,7 +153,7 @@ def empty(cluster: Cluster) -> None:
     """No process of a job outlives the tests."""
     cluster.call("scancel", "--user=root", check=False)
     with contextlib.suppress(AssertionError):
-        eventually(lambda: not cluster.call("squeue", "--noheader").strip(), within_s=20, what="an empty queue")
+        eventually(lambda: not cluster.call("squeue", "--noheader").strip(), timeout_s=20, what="an empty queue")
     cluster.call("scancel", "--user=root", "--signal=KILL", "--full", check=False)
 
 
@@ -198,7 +198,7 @@ def test_a_cancelled_job_saves_and_is_submitted_again(smol: Smol, slurm: Cluster
     gate(slurm, open=False)
     run_dir = slurm.folder / "runs/cancelled"
     number = submit(smol, slurm, "cancelled", "allreduce")
-    eventually(lambda: last_step(run_dir) >= 2, within_s=PATIENCE_S, what="two steps")
+    eventually(lambda: last_step(run_dir) >= 2, timeout_s=PATIENCE_S, what="two steps")
     slurm.call("scancel", number)
     job = slurm.until(number, "CANCELLED")
     eventually((run_dir / "summary.json").exists, what="a summary")
@@ -221,11 +221,11 @@ def test_edp_saves_before_its_time_limit_and_is_queued_again(smol: Smol, slurm: 
     gate(slurm, open=False)
     run_dir = slurm.folder / "runs/limited"
     number = submit(smol, slurm, "limited", "edp")
-    eventually(lambda: last_step(run_dir) >= 2, within_s=PATIENCE_S, what="two steps")
+    eventually(lambda: last_step(run_dir) >= 2, timeout_s=PATIENCE_S, what="two steps")
     token = run_dir.parent / f"limited-token-{number}"
     assert token.stat().st_mode & 0o777 == 0o600
     slurm.call("scancel", "--batch", "--signal=USR1", number)  # as Slurm warns of the time limit
-    eventually(lambda: slurm.job(number)["Restarts"] == "1", within_s=PATIENCE_S, what="the job in the queue again")
+    eventually(lambda: slurm.job(number)["Restarts"] == "1", timeout_s=PATIENCE_S, what="the job in the queue again")
     assert read_summary(run_dir)["status"] == "interrupted"
     saved = read_summary(run_dir)["steps"]
     assert 2 <= saved < STEPS

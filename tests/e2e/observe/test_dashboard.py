@@ -67,11 +67,11 @@ def training(smol: Smol, folder: Path) -> Iterator[Running]:
     overrides = (*TINY, f"task={TASKS}:Paced", "training.eval_steps=20", "cluster.standby=false")
     running = smol.start(*command, "--override", *overrides, cwd=folder, env={"PACE_S": "0.1"})
     live = folder / "runs" / "live"
-    running.until(lambda: len({r["rank"] for r in read_rows(live)}) == 3, what="rows of all", within_s=120)
+    running.until(lambda: len({r["rank"] for r in read_rows(live)}) == 3, what="rows of all", timeout_s=120)
     yield running
     running.process.send_signal(signal.SIGINT)
     with contextlib.suppress(Exception):
-        running.end(within_s=30)
+        running.end(timeout_s=30)
     running.close()
 
 
@@ -80,10 +80,10 @@ def dashboard(smol: Smol, folder: Path, *options: str, port: str = "0") -> Itera
     """The real command; its address."""
     running = smol.start("dashboard", "runs", "--port", port, "--no-browser", *options, cwd=folder)
     try:
-        found = running.until(lambda: re.search(r"http://\S+", running.output), what="the address", within_s=60)
+        found = running.until(lambda: re.search(r"http://\S+", running.output), what="the address", timeout_s=60)
         yield found[0]
         running.process.send_signal(signal.SIGINT)
-        assert running.end(within_s=30).status == 0
+        assert running.end(timeout_s=30).status == 0
     finally:
         running.close()
 

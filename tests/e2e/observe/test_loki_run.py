@@ -91,7 +91,7 @@ def test_a_worker_by_hand_without_a_log_of_its_own(loki: StrictLoki, smol: Smol,
         cwd=tmp_path,
         env={"TMPDIR": str(tmp_path / "tmp")},
     )
-    worker.end(within_s=90).ok()
+    worker.end(timeout_s=90).ok()
     server.end().ok()
     arrived = [json.loads(text) for text in loki.lines(host="worker-rank0-pi5")]
     assert "worker, rank 0, starts as process" in arrived[0]["message"], "also what was logged before Loki was known"

@@ -59,7 +59,7 @@ def expected(run: Path) -> str:
 
 
 def address(serving: Running) -> str:
-    found = eventually(lambda: re.search(r"chat  (http://\S+?)/", serving.output), what="the address", within_s=60)
+    found = eventually(lambda: re.search(r"chat  (http://\S+?)/", serving.output), what="the address", timeout_s=60)
     return str(found[1])
 
 
@@ -69,7 +69,7 @@ def served(smol: Smol, run: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     serving = smol.start("serve", str(run), *options, cwd=tmp_path_factory.mktemp("serve"))
     yield address(serving)
     serving.process.send_signal(signal.SIGINT)
-    assert serving.end(within_s=60).status == 0
+    assert serving.end(timeout_s=60).status == 0
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
@@ -121,10 +121,10 @@ def test_a_killed_stage_is_started_again_and_nothing_is_left(
     for stage in stages:
         stage.kill()
         assert complete(url) == expected
-        eventually(lambda: _state(url)["spares"], what="it to be started again", within_s=60)
+        eventually(lambda: _state(url)["spares"], what="it to be started again", timeout_s=60)
     again = children(serving.process.pid)
     serving.process.send_signal(signal.SIGINT)
-    assert serving.end(within_s=60).status == 0
+    assert serving.end(timeout_s=60).status == 0
     assert not any(process.alive() for process in (*stages, *again))
 
 
@@ -147,7 +147,7 @@ def test_whoever_asks_while_it_loads_is_told_so_and_it_can_be_ended_then(smol: S
     assert "chat  " not in serving.output
     stage.kill(signal.SIGCONT)
     serving.process.send_signal(signal.SIGTERM)
-    assert serving.end(within_s=60).status == 128 + signal.SIGTERM
+    assert serving.end(timeout_s=60).status == 128 + signal.SIGTERM
     assert not stage.alive()
 
 
@@ -178,7 +178,7 @@ def test_a_stream_over_http_goes_on_when_its_stage_is_killed(smol: Smol, tmp_pat
                 stages.pop().kill()
     assert "".join(pieces) == expected
     serving.process.send_signal(signal.SIGINT)
-    ended = serving.end(within_s=60)
+    ended = serving.end(timeout_s=60)
     assert (ended.status, len(re.findall(r"lost stage-\d", ended.err))) == (0, 2)
 
 
@@ -247,10 +247,10 @@ def test_stages_of_two_machines_find_each_other(smol: Smol, tmp_path: Path) -> N
             ended = smol.run(*asked, **where[0])
             return ended.out if ended.status == 0 else None
 
-        assert eventually(answer, what="an answer", within_s=60)
+        assert eventually(answer, what="an answer", timeout_s=60)
         serving.process.send_signal(signal.SIGINT)
-        assert serving.end(within_s=60).status == 0
-        ended = other.end(within_s=60)  # it was told that it is over
+        assert serving.end(timeout_s=60).status == 0
+        ended = other.end(timeout_s=60)  # it was told that it is over
         assert ended.status == 0
         assert "loaded layers 0 to 0" in ended.err
         assert "the server has stopped" in ended.err
@@ -289,10 +289,10 @@ def test_a_stage_that_is_refused_ends_and_one_that_is_not_hears_of_the_end(
     hung_up = smol.start("stage", "--server", server, *other, cwd=tmp_path, env=token, python=in_a_terminal())
     eventually(lambda: _state(url)["spares"], what="another stage")
     hung_up.process.send_signal(signal.SIGHUP)
-    assert hung_up.end(within_s=60).status == 130
+    assert hung_up.end(timeout_s=60).status == 130
     serving.process.send_signal(signal.SIGHUP)
-    assert serving.end(within_s=60).status == 128 + signal.SIGHUP
-    ended = stage.end(within_s=60)
+    assert serving.end(timeout_s=60).status == 128 + signal.SIGHUP
+    ended = stage.end(timeout_s=60)
     assert (ended.status, "the server has stopped" in ended.err) == (0, True)
 
 

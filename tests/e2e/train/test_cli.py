@@ -255,7 +255,7 @@ def test_ranks_started_by_hand_train_the_same_weights(smol: Smol, base: Run, tmp
     )
     place = ("--world-size", "2", "--master-port", str(free_port()), "--run-dir", "run")
     ranks = [smol.start("train", *place, "--rank", str(rank), *guide, cwd=tmp_path) for rank in (0, 1)]
-    ended = [rank.end(within_s=300).ok() for rank in ranks]
+    ended = [rank.end(timeout_s=300).ok() for rank in ranks]
     assert f"step {STEPS}/{STEPS}" in ended[0].out
     assert [each.err for each in ended] == ["", ""]
 
@@ -299,7 +299,7 @@ def test_ranks_that_differ_are_told_apart(smol: Smol, tmp_path: Path) -> None:
         )
         for rank in (0, 1)
     ]
-    ended = [rank.end(within_s=300) for rank in ranks]
+    ended = [rank.end(timeout_s=300) for rank in ranks]
     expected = "training.learning_rate is 0.2 on rank 1 and 0.1 on rank 0; start all ranks alike"
     for rank in ended:
         assert (rank.status, rank.err) == (2, f"smolcluster: {expected}\n")
@@ -318,7 +318,7 @@ def test_the_file_of_a_task_may_be_in_another_folder_on_each_machine(smol: Smol,
             command += ["--steps", "2", "--run-dir", "same" if alike else "other", "--override", "training.device=cpu"]
             command += [f"data.tokenizer_root={folder}", "training.batch_size=4"]
             ranks.append(smol.start(*command, cwd=folder))
-        return [rank.end(within_s=120) for rank in ranks]
+        return [rank.end(timeout_s=120) for rank in ranks]
 
     for ended in train(alike=True):
         ended.ok()

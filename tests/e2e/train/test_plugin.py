@@ -28,7 +28,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(smol: Smol, installed: Path, folder: Path, *arguments: str | Path) -> Ended:
-    return smol.run(*arguments, cwd=folder, within_s=PATIENCE_S, env=path_to(installed)).ok()
+    return smol.run(*arguments, cwd=folder, timeout_s=PATIENCE_S, env=path_to(installed)).ok()
 
 
 def path_to(installed: Path) -> dict[str, str]:
@@ -57,7 +57,7 @@ def test_it_is_listed_planned_and_described(smol: Smol, installed: Path, tmp_pat
     rows = {row["name"]: row for row in json.loads(run(smol, installed, tmp_path, *plan).out)["strategies"]}
     assert {name: row["runs"] for name, row in rows.items()} == {"fedavg": True, "fedavg, elastic": True}
     wrong, env = ("train", "gpt", *TRAIN, "strategy.options.local_steps=0"), path_to(installed)
-    refused = smol.run(*wrong, cwd=tmp_path, within_s=PATIENCE_S, env=env)
+    refused = smol.run(*wrong, cwd=tmp_path, timeout_s=PATIENCE_S, env=env)
     assert refused.status == 2
     assert "--override: strategy.local_steps = 0: Input should be greater than" in refused.err
 

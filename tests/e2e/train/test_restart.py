@@ -49,12 +49,12 @@ def test_a_killed_worker_changes_no_bit(smol: Smol, folder: Path) -> None:
     command += ["--run-dir", "runs/killed", "--override", "cluster.standby=false"]
     command += [f"{key}={value}" for key, value in overrides.items()]
     running = smol.start(*command, cwd=folder, env={"SLOW_UNTIL": str(free)})
-    running.until(lambda: "checkpoint of step 5 saved" in running.output, what="a checkpoint", within_s=240)
+    running.until(lambda: "checkpoint of step 5 saved" in running.output, what="a checkpoint", timeout_s=240)
     host = os.uname().nodename
     log = (run_dir / "logs" / f"worker-rank1-{host}.log").read_text(encoding="utf-8")
     os.kill(int(re.findall(r"starts as process (\d+)", log)[-1]), signal.SIGKILL)
     free.touch()
-    ended = running.end(within_s=240).ok()
+    ended = running.end(timeout_s=240).ok()
 
     assert ended.err == ""
     assert f"warning: rank 1 on {host} died: killed by SIGKILL; restarting all workers\n" in ended.out
@@ -101,12 +101,12 @@ class Cluster:
     def output(self, host: int = 0) -> str:
         return (self.folder / f"host-{host}" / "out").read_text(encoding="utf-8", errors="replace")
 
-    def until(self, text: str, host: int = 0, *, within_s: float = 240.0) -> None:
+    def until(self, text: str, host: int = 0, *, timeout_s: float = 240.0) -> None:
         def there() -> bool:
             assert self.processes[host].poll() is None or text in self.output(host), self.output(host)
             return text in self.output(host)
 
-        eventually(there, within_s=within_s, what=f"{text!r} on host {host}")
+        eventually(there, timeout_s=timeout_s, what=f"{text!r} on host {host}")
 
     def lose(self, host: int) -> None:
         """The machine is gone, with all that ran on it."""

@@ -912,7 +912,7 @@ def test_a_socket_connected_to_itself_is_refused(world: World, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(socket, "socket", AsksItself)
         with pytest.raises(ConnectionRefusedError):
-            reach(HERE, port, within_s=WAIT_S)
+            reach(HERE, port, timeout_s=WAIT_S)
         worker.dial(join_address(HERE, port), at_worker)
         assert attempts.wait(WAIT_S)
     server, at_server = world.transport("server"), Recorder()

@@ -298,7 +298,7 @@ def test_a_viewer_that_takes_nothing_is_let_go(folder: Path, monkeypatch: pytest
         deaf.connect(("127.0.0.1", port))
         deaf.sendall(b"GET /api/run/new/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert deaf.recv(8) == b"HTTP/1.1"  # it has the only place, and reads no more
-        eventually(lambda: admitted(port), within_s=15.0, what="its place")  # the kernel alone would take 20 s
+        eventually(lambda: admitted(port), timeout_s=15.0, what="its place")  # the kernel alone would take 20 s
 
 
 def test_a_connection_that_asks_nothing_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smolcluster.engine.elastic.deadline import ENOUGH, FIRST_S, FRESH_S, LEAST_S, LOOK_S, ComputeWatch, step_deadline
+from smolcluster.engine.elastic.deadline import ENOUGH, FIRST_S, FRESH_S, LEAST_S, POLL_S, ComputeWatch, step_deadline
 
 
 class Clock:
@@ -29,7 +29,7 @@ class Clock:
                 self.watch.waits(member, now=self.now)
             if found := self.watch.overdue(delivered=delivered, now=self.now):
                 return found
-            self.now += 2 * LOOK_S
+            self.now += 2 * POLL_S
         return {}
 
 

@@ -105,11 +105,11 @@ class Updates:
         self.worker, self.clock, self.after = worker, clock, after
         self.waited: list[float] = []
 
-    def wait_until(self, done: Callable[[], bool], *, within_s: float) -> bool:
+    def wait_until(self, done: Callable[[], bool], *, timeout_s: float) -> bool:
         takes = self.after(max(self.worker._prediction.in_flight))
-        self.waited.append(min(takes, within_s))
+        self.waited.append(min(takes, timeout_s))
         self.clock.now += self.waited[-1]
-        if takes <= within_s:
+        if takes <= timeout_s:
             self.worker._prediction.in_flight.clear()
         return done()
 

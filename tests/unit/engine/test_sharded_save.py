@@ -147,7 +147,7 @@ def test_a_rank_that_leaves_ends_the_wait(tmp_path: Path, notes: MakeNotes) -> N
     lead = LeadStore(CheckpointStore(tmp_path, keep=2), mine, size=2)
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(lead.save, snapshot_of(0, ranks=2))
-        notes().read("1/folder", within_s=60.0)
+        notes().read("1/folder", timeout_s=60.0)
         mine.close()
         with pytest.raises(OSError, match="rank 1 did not save its part"):
             saving.result(timeout=300)
@@ -227,7 +227,7 @@ def test_a_box_is_read_by_its_name(name: str, offsets: list[int]) -> None:
 def test_who_waits_for_a_note_fills_no_terminal(notes: MakeNotes, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     with pytest.raises(PeerLost, match="has posted"):
-        notes().read("never", within_s=0.1)
+        notes().read("never", timeout_s=0.1)
     assert capfd.readouterr().err == ""
 
 
@@ -258,15 +258,15 @@ def test_notes_travel_through_a_store(notes: MakeNotes, rendezvous: TCPStore) ->
     one, other = notes(), notes()
     stranger = StoreNotes("127.0.0.1", rendezvous.port, name="y")
     one.post("a", {"b": [1, None]})
-    assert other.read("a", within_s=60.0) == {"b": [1, None]}
+    assert other.read("a", timeout_s=60.0) == {"b": [1, None]}
     for key, reader in (("a", stranger), ("c", other)):
         with pytest.raises(PeerLost, match="has posted"):
-            reader.read(key, within_s=0.01)
+            reader.read(key, timeout_s=0.01)
     other.remove("a")
     with pytest.raises(PeerLost, match="has posted a"):
-        one.read("a", within_s=0.01)
+        one.read("a", timeout_s=0.01)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(one.read, "never", within_s=600.0)
+        waiting = pool.submit(one.read, "never", timeout_s=600.0)
         one.close()
         with pytest.raises(PeerLost, match="leaving"):
             waiting.result(timeout=300)

@@ -113,7 +113,7 @@ def test_those_who_look_do_not_see_each_other_nor_stop_a_keeper(tmp_path: Path) 
     assert not processes.is_alive(place)
     assert keeper.lock_file(place / "lock") is None
     with ThreadPoolExecutor() as pool:
-        starting = pool.submit(keeper.lock_file, place / "lock", within_s=60.0)
+        starting = pool.submit(keeper.lock_file, place / "lock", timeout_s=60.0)
         while not starting.running():
             time.sleep(0.001)
         looking.close()
@@ -272,7 +272,7 @@ def test_what_one_up_takes_back_is_its_own(tmp_path: Path, monkeypatch: pytest.M
     for mark in ("mine", "theirs"):
         processes.begin(str(tmp_path), "lab", mark)
         processes.start(str(tmp_path), "lab", [SEAT | {"name": mark}], "python3", "c0", "p", False, mark)
-    assert processes.stop(str(tmp_path), "lab", mark="mine", within_s=0.0)["stopped"] == ["mine"]
+    assert processes.stop(str(tmp_path), "lab", mark="mine", timeout_s=0.0)["stopped"] == ["mine"]
     assert not (tmp_path / "clusters/lab/processes/theirs/stop").exists()
 
 

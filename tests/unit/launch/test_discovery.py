@@ -19,7 +19,7 @@ def test_without_the_package_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "zeroconf", None)
     message = r"pip install 'smolcluster\[launch\]'"
     with pytest.raises(MissingExtra, match=message):
-        discovery.find_offers(within_s=0)
+        discovery.find_offers(timeout_s=0)
     with pytest.raises(MissingExtra, match=message), discovery.announced("pi5", 1, addresses=[], system="Linux"):
         pass
 
@@ -43,7 +43,7 @@ def test_a_long_name_can_be_announced_and_found() -> None:
     pytest.importorskip("zeroconf")
     name = "x" * 63
     with discovery.announced(name, 65432, addresses=["127.0.0.1"], system="Linux"):
-        found = discovery.find_offers(wanted=name, interfaces=["127.0.0.1"], within_s=120)
+        found = discovery.find_offers(wanted=name, interfaces=["127.0.0.1"], timeout_s=120)
     assert [(offer.name, offer.addresses, offer.port) for offer in found] == [(name, ("127.0.0.1",), 65432)]
 
 

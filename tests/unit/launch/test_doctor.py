@@ -78,7 +78,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, nvidia_s
 
 def test_a_driver_that_is_stuck_does_not_hold_up_the_doctor(monkeypatch: pytest.MonkeyPatch, nvidia_smi: Path) -> None:
     def stuck(program: str, *arguments: str, **_: float) -> Any:
-        return None if program in stuck_programs else run_briefly(program, *arguments, within_s=120)
+        return None if program in stuck_programs else run_briefly(program, *arguments, timeout_s=120)
 
     monkeypatch.setattr(machine, "run_briefly", stuck)
     stuck_programs = [sys.executable]
@@ -88,7 +88,7 @@ def test_a_driver_that_is_stuck_does_not_hold_up_the_doctor(monkeypatch: pytest.
     gpu = next(finding for finding in machine._torch_and_gpu() if finding.layer is Layer.GPU)
     assert gpu.verdict is Verdict.BAD
     assert "nvidia-smi fails: no answer" in gpu.what
-    assert run_briefly(sys.executable, "-c", "import time; time.sleep(600)", within_s=0.1) is None
+    assert run_briefly(sys.executable, "-c", "import time; time.sleep(600)", timeout_s=0.1) is None
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_an_interrupt_does_not_end_a_process_that_has_just_started(tmp_path: Pat
     child = spawn(spec, queue.SimpleQueue())
     os.kill(child.process.pid, signal.SIGINT)
     child.process.stdin.close()
-    wait_for([child], within_s=200)
+    wait_for([child], timeout_s=200)
     end_all([child], grace_s=0)
     assert (child.process.returncode, child.log.read_text()) == (1, "")
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())  # ours is as it was

@@ -163,9 +163,9 @@ def test_no_round_ends_for_a_machine_that_would_not_be_used() -> None:
 # Where launchers meet --------------------------------------------------------------------------------------------------
 
 
-def refuses(words: str, where: tuple[str, int], *, within_s: float, token: bool = True) -> None:
+def refuses(words: str, where: tuple[str, int], *, timeout_s: float, token: bool = True) -> None:
     keyring = Keyring([new_token()]) if token else None
-    with pytest.raises(UserError, match=words), join_endpoint(where, within_s=within_s, keyring=keyring):
+    with pytest.raises(UserError, match=words), join_endpoint(where, timeout_s=timeout_s, keyring=keyring):
         pass
 
 
@@ -180,7 +180,7 @@ def test_launchers_wait_for_the_one_that_leads_as_long_as_they_are_told(monkeypa
     message = (
         r"no answer from --rdzv-endpoint 192.0.2.1:9 in 0.5 s \(cluster.join_timeout\): Connection refused; start the"
     )
-    refuses(message, ("192.0.2.1", 9), within_s=0.5)
+    refuses(message, ("192.0.2.1", 9), timeout_s=0.5)
     assert len(attempts) > 1  # the name is asked again: a pod that leads may have another address
 
 
@@ -189,7 +189,7 @@ def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         raise socket.gaierror(socket.EAI_NONAME, "unknown")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    refuses("--rdzv-endpoint mini1:9: this machine cannot resolve the name mini1; use the", ("mini1", 9), within_s=0.1)
+    refuses("--rdzv-endpoint mini1:9: this machine cannot resolve the name mini1; use the", ("mini1", 9), timeout_s=0.1)
 
 
 def test_launchers_beyond_this_machine_need_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +203,9 @@ def test_launchers_beyond_this_machine_need_the_token(tmp_path: Path, monkeypatc
     token = new_token()
     server = MembershipServer("127.0.0.1", 0, silent_s=30.0, keyring=Keyring([token]))
     where = ("127.0.0.1", server.port)
-    refuses("does not have our token; give every machine the same cluster token", where, within_s=200)
-    refuses(r"token.*\(smolcluster token add\)", where, within_s=2, token=False)
-    with join_endpoint(where, within_s=60, keyring=Keyring([token])) as (client, leads):
+    refuses("does not have our token; give every machine the same cluster token", where, timeout_s=200)
+    refuses(r"token.*\(smolcluster token add\)", where, timeout_s=2, token=False)
+    with join_endpoint(where, timeout_s=60, keyring=Keyring([token])) as (client, leads):
         assert client is not None and not leads  # noqa: PT018
     server.close()
 
@@ -216,9 +216,9 @@ def test_launchers_never_import_torch() -> None:
 import sys
 from smolcluster.launch.restart import launcher as restart
 from smolcluster.launch.restart.endpoint import join_endpoint
-with join_endpoint(("127.0.0.1", int(sys.argv[1])), within_s=60) as (client, leads):
+with join_endpoint(("127.0.0.1", int(sys.argv[1])), timeout_s=60) as (client, leads):
     client.say(step=1)
-    assert leads and client.wait(lambda: client.view.members[0].get("step") == 1, within_s=60)
+    assert leads and client.wait(lambda: client.view.members[0].get("step") == 1, timeout_s=60)
 sys.exit(bool({"torch", "numpy"} & set(sys.modules)))
 """
     subprocess.run([sys.executable, "-c", code, endpoint().rpartition(":")[2]], check=True, timeout=120)
@@ -475,7 +475,7 @@ def test_a_machine_with_another_version_does_not_take_part(story: Restarted) -> 
     other.join(300)
     assert isinstance(other.result, UserError)
     assert "and the one of --rdzv-endpoint has 9.9.9; install the same version" in str(other.result)
-    assert leader.wait(lambda: bool(leader.view.gone), within_s=300)
+    assert leader.wait(lambda: bool(leader.view.gone), timeout_s=300)
     assert all(not fields.get("asks") for fields in leader.view.gone.values())
     for each in (leader, server):
         each.close()
@@ -488,7 +488,7 @@ def test_strangers_at_the_endpoint_are_not_counted(story: Restarted) -> None:
     def speak() -> None:
         eventually(lambda: answers(where))
         strangers.append(MembershipClient(where, {"name": "x", "workers": "many"}, silent_s=30.0))
-        strangers[0].wait(lambda: strangers[0].number >= 0, within_s=300)
+        strangers[0].wait(lambda: strangers[0].number >= 0, timeout_s=300)
         (story.run_dir.path / "spoken").touch()
 
     threading.Thread(target=speak, daemon=True).start()

@@ -460,14 +460,14 @@ def test_the_rest_is_not_waited_for_for_ever(path: Path) -> None:
     with StrictLoki() as loki:
         loki.stop()
         log.info("line")
-        rest = push_rest(path, loki.url, within_s=0.2, timing=QUICK)
+        rest = push_rest(path, loki.url, timeout_s=0.2, timing=QUICK)
         assert (rest.lines, rest.left) == (0, (path,))
         assert "cannot be reached" in rest.reason
         loki.start()
         loki.always = 404
         assert "answers 404" in push_rest(path, loki.url, timing=QUICK).reason
         loki.stop()
-        said = push_leftovers(path.parent, loki.url, within_s=0.1)
+        said = push_leftovers(path.parent, loki.url, timeout_s=0.1)
         assert "cannot be reached" in said
         assert f"smolcluster logs push {path.parent}" in said
         assert push_leftovers(path.parent / "nowhere", loki.url) == ""

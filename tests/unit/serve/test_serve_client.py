@@ -280,10 +280,10 @@ def test_wait_ready(fake: Fake) -> None:
     assert told == ["1 of 2 stages ready"]
     fake.tell(ready=False)
     with pytest.raises(ServerFailed, match="still not ready after 0 s: 1 of 2 stages ready"):
-        ServerClient(fake.url).wait_ready(told.append, within_s=0)
+        ServerClient(fake.url).wait_ready(told.append, timeout_s=0)
     fake.tell(problems=["pi5: \x1b[2J2 GB are\x07 too little"])
     with pytest.raises(ServerFailed, match=r"0 s: 1 of 2 stages ready; pi5: 2 GB are too little$"):
-        ServerClient(fake.url).wait_ready(told.append, within_s=0)
+        ServerClient(fake.url).wait_ready(told.append, timeout_s=0)
 
 
 def test_several_lines(fake: Fake) -> None:
@@ -477,7 +477,7 @@ def test_in_a_terminal(fake: Fake) -> None:
         return lambda: words in seen
 
     try:
-        eventually(appears(b"> "), what="the prompt", within_s=60)
+        eventually(appears(b"> "), what="the prompt", timeout_s=60)
         os.write(main, b"count\n")
         eventually(appears(b"one two"), what="a part of the answer")
         os.write(main, b"\x03")

@@ -187,10 +187,10 @@ class MembershipClient(Handler):
             self._fields |= {name: _short(value) for name, value in fields.items()}
             self._report()
 
-    def wait(self, question: Callable[[], bool], *, within_s: float) -> bool:
+    def wait(self, question: Callable[[], bool], *, timeout_s: float) -> bool:
         """Wait until `question()` is true; it is evaluated at every change. Returns False on timeout or a lost server."""
         with self._news:
-            self._news.wait_for(lambda: bool(self.lost or self.refusal) or question(), timeout=within_s)
+            self._news.wait_for(lambda: bool(self.lost or self.refusal) or question(), timeout=timeout_s)
         return question()
 
     def close(self) -> None:

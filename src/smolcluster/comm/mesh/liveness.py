@@ -51,11 +51,11 @@ class LivenessMonitor:
             raise OSError(problem)
         fields = {"rank": group.rank, "name": name}
         self._client = MembershipClient(address, fields, silent_s=SILENT_S, secret=bytes.fromhex(key))
-        if not self._client.wait(lambda: self._client.number >= 0, within_s=GATHER_S):
+        if not self._client.wait(lambda: self._client.number >= 0, timeout_s=GATHER_S):
             self.leave()
             raise OSError(f"no answer from {address}: {self._client.refusal or self._client.problem}")
         self._client.on_change = self._on_view_change
-        self._client.wait(lambda: len(_ranks(self._client.view)) == group.size, within_s=GATHER_S)
+        self._client.wait(lambda: len(_ranks(self._client.view)) == group.size, timeout_s=GATHER_S)
 
     def lost(self) -> str | None:
         """Return which ranks are lost; None if there are none, or after `done`."""
@@ -72,7 +72,7 @@ class LivenessMonitor:
 
     def explain(self, reason: str) -> str:
         """Add the names of the lost ranks to a backend's error, waiting up to GRACE_S for them."""
-        self._client.wait(lambda: self.lost() is not None, within_s=GRACE_S)
+        self._client.wait(lambda: self.lost() is not None, timeout_s=GRACE_S)
         lost = self.lost()
         return reason if lost is None else f"{lost} ({reason})"
 
@@ -90,7 +90,7 @@ class LivenessMonitor:
         if error is not None:
             me = self._client.number
             self._client.say(words=error)
-            self._client.wait(lambda: "words" in self._client.view.members.get(me, {}), within_s=GRACE_S)
+            self._client.wait(lambda: "words" in self._client.view.members.get(me, {}), timeout_s=GRACE_S)
         self._client.close()
         if self._server is not None:
             self._server.close()

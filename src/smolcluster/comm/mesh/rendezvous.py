@@ -126,7 +126,7 @@ def _wait_for_rank_0(place: RankPlace, stop_requested: Callable[[], bool]) -> No
     began, warned = time.monotonic(), False
     while True:
         _leave_if(stop_requested)
-        with contextlib.suppress(OSError), reach(place.master_addr, place.master_port, within_s=5.0):
+        with contextlib.suppress(OSError), reach(place.master_addr, place.master_port, timeout_s=5.0):
             return
         waited = time.monotonic() - began
         if waited > place.join_timeout_s:

@@ -62,7 +62,7 @@ class LeadStore:
         full_shapes: Layout = {}
         for rank in range(1, self._size):
             try:
-                note = self._take_note(step, rank, within_s=WRITE_TIMEOUT_S)
+                note = self._take_note(step, rank, timeout_s=WRITE_TIMEOUT_S)
             except PeerLost as error:
                 raise OSError(f"rank {rank} did not save its part: {error}") from error
             if note["problem"]:
@@ -80,10 +80,10 @@ class LeadStore:
     def abort(self, step: int) -> None:
         for rank in sorted(self._writing):
             with contextlib.suppress(PeerLost):
-                self._take_note(step, rank, within_s=ABORT_TIMEOUT_S)
+                self._take_note(step, rank, timeout_s=ABORT_TIMEOUT_S)
 
-    def _take_note(self, step: int, rank: int, *, within_s: float) -> Any:
-        note = self._notes.read(f"{step}/{rank}", within_s=within_s)
+    def _take_note(self, step: int, rank: int, *, timeout_s: float) -> Any:
+        note = self._notes.read(f"{step}/{rank}", timeout_s=timeout_s)
         self._notes.remove(f"{step}/{rank}")
         self._writing.discard(rank)
         return note
@@ -99,10 +99,10 @@ class PartStore:
 
     def save(self, snapshot: Snapshot, *, best: bool = False) -> Path:
         step = snapshot.step
-        name = self._notes.read(f"{step}/folder", within_s=WRITE_TIMEOUT_S)
+        name = self._notes.read(f"{step}/folder", timeout_s=WRITE_TIMEOUT_S)
         if name is not None:
             self._notes.post(f"{step}/{self._rank}", self._write(snapshot, name, best=best))
-        problem = self._notes.read(f"{step}/end", within_s=WRITE_TIMEOUT_S)
+        problem = self._notes.read(f"{step}/end", timeout_s=WRITE_TIMEOUT_S)
         if problem:
             raise OSError(problem)
         return self._folder

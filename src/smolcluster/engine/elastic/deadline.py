@@ -21,7 +21,7 @@ ENOUGH = 8  # steps
 KEPT = 64  # steps
 WAITING_S = 1.0  # the interval of WAITING
 FRESH_S = 5 * WAITING_S  # how long a WAITING counts
-LOOK_S = 0.25  # between two checks
+POLL_S = 0.25  # between two checks
 STOOD_STILL_S = 1.0  # a longer gap between two checks: this process was stopped, and has unread messages
 
 
@@ -76,14 +76,14 @@ class ComputeWatch:
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time for a check: not at every message."""
-        return now - self._looked >= LOOK_S
+        return now - self._looked >= POLL_S
 
     def overdue(self, *, delivered: Collection[str], now: float) -> dict[str, float]:
         """Return the members that hang, and for how long. `delivered`: have sent their result of this step."""
         if not self.is_due(now):
             return {}
         passed_s, self._looked = now - self._looked, now
-        if passed_s > LOOK_S + STOOD_STILL_S:
+        if passed_s > POLL_S + STOOD_STILL_S:
             self._since = {member: min(now, since + passed_s) for member, since in self._since.items()}
             return {}
         fresh = {member for member, when in self._waited.items() if now - when <= FRESH_S}

@@ -289,7 +289,7 @@ async def _roll_back(hosts: Mapping[str, Host], layout: ClusterLayout, mark: str
 
     async def end(host: Host) -> None:
         with contextlib.suppress(HostError):
-            await host.call("stop", mark=mark, now=True, within_s=10.0, name=layout.name)
+            await host.call("stop", mark=mark, now=True, timeout_s=10.0, name=layout.name)
 
     await asyncio.gather(*map(end, hosts.values()))
 
@@ -373,7 +373,7 @@ async def down(cluster: ClusterRecord, hosts: Mapping[str, Host], *, now: bool, 
     stopped: dict[str, list[str]] = {}
 
     async def end(host: Host, processes: list[str] | None) -> None:
-        done = await host.call("stop", processes=processes, now=now, within_s=10.0 if now else 90.0, name=cluster.name)
+        done = await host.call("stop", processes=processes, now=now, timeout_s=10.0 if now else 90.0, name=cluster.name)
         stopped.setdefault(host.name, []).extend(done["stopped"])
         if done["killed"]:
             report(host.name, f"did not exit in time; killed: {', '.join(done['killed'])}")

@@ -152,7 +152,7 @@ def _offers() -> list[Any]:
     try:
         from smolcluster.launch.join.discovery import find_offers
 
-        return list(find_offers(within_s=2.0))
+        return list(find_offers(timeout_s=2.0))
     except (ImportError, SmolclusterError):
         return []
 

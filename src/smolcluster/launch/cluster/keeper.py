@@ -192,11 +192,11 @@ def identity(pid: int) -> str | None:
     return asked.stdout.strip() or None
 
 
-def lock_file(path: Path, *, shared: bool = False, within_s: float = 0.0) -> Any:
-    """Lock a file until the result is closed; None if another process holds it for `within_s`. `shared`: a shared lock,
+def lock_file(path: Path, *, shared: bool = False, timeout_s: float = 0.0) -> Any:
+    """Lock a file until the result is closed; None if another process holds it for `timeout_s`. `shared`: a shared lock,
     where the system has one."""
     file = path.open("a+b")
-    until = time.monotonic() + within_s
+    until = time.monotonic() + timeout_s
     while not _locked(file, shared=shared):
         if time.monotonic() >= until:
             file.close()
@@ -223,7 +223,7 @@ def _locked(file: BinaryIO, *, shared: bool) -> bool:
 def main() -> int:
     os.umask(0o077)  # logs and files of the process are private
     folder = Path(sys.argv[1])
-    lock = lock_file(folder / "lock", within_s=LOCK_S)
+    lock = lock_file(folder / "lock", timeout_s=LOCK_S)
     if lock is None:
         print("another keeper runs this process", file=sys.stderr)
         return 1

@@ -89,7 +89,7 @@ async def _paths(layout: ClusterLayout, hosts: Mapping[str, Host]) -> list[Findi
     if not others:
         return found
     async with hosts[lead].agent() as listener:
-        talk = listener.stream_call("listen", bind=bind, port=port, within_s=20.0)
+        talk = listener.stream_call("listen", bind=bind, port=port, timeout_s=20.0)
         opened = await anext(talk)
         if "listening" not in opened:
             return found  # the server runs already, or the port is taken, which `problems_of` reports

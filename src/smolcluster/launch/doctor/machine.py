@@ -45,7 +45,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _torch_and_gpu() -> Iterator[Finding]:
-    asked = run_briefly(sys.executable, "-c", _ASK_TORCH, within_s=ANSWER_S)
+    asked = run_briefly(sys.executable, "-c", _ASK_TORCH, timeout_s=ANSWER_S)
     if asked is None:
         yield bad(Layer.GPU, f"torch.cuda.is_available(): {_SILENT}")
         return
@@ -56,7 +56,7 @@ def _torch_and_gpu() -> Iterator[Finding]:
     facts = json.loads(asked.stdout.splitlines()[-1])
     yield good(Layer.TORCH, f"torch {facts['version']}")
     tool = shutil.which("nvidia-smi")
-    listed = run_briefly(tool, "-L", within_s=ANSWER_S) if tool else None
+    listed = run_briefly(tool, "-L", timeout_s=ANSWER_S) if tool else None
     if facts["cuda"]:
         yield good(Layer.GPU, ", ".join(facts["cuda"]))
     elif tool and listed is None:

@@ -72,7 +72,7 @@ def announced(name: str, port: int, *, addresses: Sequence[str], system: str) ->
 
 
 def find_offers(
-    *, within_s: float = BROWSE_S, wanted: str | None = None, interfaces: Sequence[str] | None = None
+    *, timeout_s: float = BROWSE_S, wanted: str | None = None, interfaces: Sequence[str] | None = None
 ) -> list[MachineOffer]:
     """Return the machines announced now. Returns early once the `wanted` one is found."""
     network = _zeroconf(interfaces)
@@ -99,7 +99,7 @@ def find_offers(
 
     browser = ServiceBrowser(network, KIND, handlers=[on_change])
     try:
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + timeout_s
         with changed:
             while (left := deadline - time.monotonic()) > 0:
                 if wanted is not None and any(offer.name == wanted for offer in found.values()):

@@ -121,8 +121,8 @@ class _JsonLines:
         except OSError as error:
             raise PairingFailed(f"the connection was lost: {error.strerror or error}") from error
 
-    def receive(self, within_s: float = ANSWER_S) -> dict[str, Any]:
-        deadline = time.monotonic() + within_s
+    def receive(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
         try:
             while b"\n" not in self._rest:
                 self._sock.settimeout(max(0.01, deadline - time.monotonic()))
@@ -135,7 +135,7 @@ class _JsonLines:
                 if len(self._rest) > MAX_BYTES:
                     raise PairingFailed(f"the peer sent more than {MAX_BYTES >> 10} KiB")
         except TimeoutError as error:
-            raise PairingFailed(f"no answer in {within_s:g} s") from error
+            raise PairingFailed(f"no answer in {timeout_s:g} s") from error
         except OSError as error:
             raise PairingFailed(f"the connection was lost: {error.strerror or error}") from error
         first, _, self._rest = self._rest.partition(b"\n")

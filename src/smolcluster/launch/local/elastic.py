@@ -229,7 +229,7 @@ class ElasticPolicy(Policy):
                 waited_for.append(slot.child)
             elif slot.child is not None:
                 slot.child.process.terminate()
-        wait_for(waited_for, within_s=LEAVE_S)
+        wait_for(waited_for, timeout_s=LEAVE_S)
 
     def conclude(self) -> dict[str, Any]:
         workers = self.cluster.num_workers or 1

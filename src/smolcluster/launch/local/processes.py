@@ -254,7 +254,7 @@ def end_all(children: Iterable[Child], *, grace_s: float) -> None:
     for child in running:
         child.process.terminate()
         resume_stopped(child.process)
-    wait_for(running, within_s=grace_s)
+    wait_for(running, timeout_s=grace_s)
     for child in running:
         if child.process.poll() is None:
             child.process.kill()
@@ -270,9 +270,9 @@ def close_pipes(process: subprocess.Popen[bytes]) -> None:
                 stream.close()
 
 
-def end_by_closing(processes: Iterable[subprocess.Popen[bytes]], *, within_s: float) -> None:
-    """End processes that exit when their standard input is closed; kill those that do not within `within_s`."""
-    processes, deadline = list(processes), time.monotonic() + within_s
+def end_by_closing(processes: Iterable[subprocess.Popen[bytes]], *, timeout_s: float) -> None:
+    """End processes that exit when their standard input is closed; kill those that do not within `timeout_s`."""
+    processes, deadline = list(processes), time.monotonic() + timeout_s
     for process in processes:
         close_pipes(process)
     for process in processes:
@@ -283,9 +283,9 @@ def end_by_closing(processes: Iterable[subprocess.Popen[bytes]], *, within_s: fl
             process.wait()
 
 
-def wait_for(children: Iterable[Child], *, within_s: float) -> None:
-    """Wait until all have exited, at most `within_s`."""
-    deadline = time.monotonic() + within_s
+def wait_for(children: Iterable[Child], *, timeout_s: float) -> None:
+    """Wait until all have exited, at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.process.wait(timeout=max(0.0, deadline - time.monotonic()))

@@ -17,11 +17,11 @@ SAME_TOKEN = "give every machine the same cluster token (`smolcluster token show
 
 @contextlib.contextmanager
 def join_endpoint(
-    endpoint: tuple[str, int] | None, *, within_s: float, keyring: Keyring | None = None
+    endpoint: tuple[str, int] | None, *, timeout_s: float, keyring: Keyring | None = None
 ) -> Iterator[tuple[MembershipClient | None, bool]]:
     """Join the launchers at the endpoint. Yield this machine's membership and whether it leads.
 
-    Without an endpoint this machine runs alone: no membership, and it leads. `within_s` bounds the wait for the leader.
+    Without an endpoint this machine runs alone: no membership, and it leads. `timeout_s` bounds the wait for the leader.
     """
     if endpoint is None:
         yield None, True
@@ -37,12 +37,12 @@ def join_endpoint(
         fields = {"host": socket.gethostname(), "workers": 0}
         client = MembershipClient(join_address(host, port), fields, silent_s=SILENT_S, keyring=keyring)
         stack.callback(client.close)
-        if not client.wait(lambda: client.number >= 0, within_s=within_s):
-            raise UserError(_problem(client, endpoint, within_s))
+        if not client.wait(lambda: client.number >= 0, timeout_s=timeout_s):
+            raise UserError(_problem(client, endpoint, timeout_s))
         yield client, leads
 
 
-def _problem(client: MembershipClient, endpoint: tuple[str, int], within_s: float) -> str:
+def _problem(client: MembershipClient, endpoint: tuple[str, int], timeout_s: float) -> str:
     """Return why the leader could not be joined."""
     host, port = endpoint
     where = f"--rdzv-endpoint {host}:{port}"
@@ -56,7 +56,7 @@ def _problem(client: MembershipClient, endpoint: tuple[str, int], within_s: floa
             "192.168.1.10"
         )
     return (
-        f"no answer from {where} in {within_s:g} s (cluster.join_timeout): {client.problem or 'timeout'}; start the same "
+        f"no answer from {where} in {timeout_s:g} s (cluster.join_timeout): {client.problem or 'timeout'}; start the same "
         "command on that machine, with this address, and let the port through its firewall"
     )
 

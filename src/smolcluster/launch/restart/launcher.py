@@ -54,7 +54,7 @@ def run_restarting(run: Prepared, elastic: ElasticRange, *, sinks: Sequence[Sink
     keyring = None if elastic.endpoint is None else load_keyring(cluster.token, os.environ)
     with contextlib.ExitStack() as stack:
         client, leads = stack.enter_context(
-            join_endpoint(elastic.endpoint, within_s=cluster.join_timeout, keyring=keyring)
+            join_endpoint(elastic.endpoint, timeout_s=cluster.join_timeout, keyring=keyring)
         )
         if leads:
             check_no_lost_commits(run.run_dir, run.resume)
@@ -137,7 +137,7 @@ class RestartPolicy(Policy):
             if self.leads:
                 waits = f"workers: {available} available, at least {needed} needed"
             self._note(f"waiting for {waits}")
-        if self.rendezvous.begins(self._round_fields, within_s=WAIT_FOR_WORKERS_S):
+        if self.rendezvous.begins(self._round_fields, timeout_s=WAIT_FOR_WORKERS_S):
             self._start(self.rendezvous.current)
 
     def _round_fields(self) -> dict[str, Any]:

@@ -180,10 +180,10 @@ class Rendezvous:
         """Return how long this launcher has been waiting for the next round."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
-    def begins(self, make: Callable[[], dict[str, Any]], *, within_s: float) -> bool:
+    def begins(self, make: Callable[[], dict[str, Any]], *, timeout_s: float) -> bool:
         """Ask for the next round. Return whether it begins. `make` returns the leader's run_dir and resume for it.
 
-        Raises `RunOver` when the run has ended, WorkerFailed when too few workers join `within_s`.
+        Raises `RunOver` when the run has ended, WorkerFailed when too few workers join `timeout_s`.
         """
         self._asked_at = self._asked_at or time.monotonic()
         self.check()
@@ -194,9 +194,9 @@ class Rendezvous:
             self._asked_at = self._enough_at = None
             self.report(why=None, victim=False)
             return True
-        if self.leads and self.waited_s > within_s:
+        if self.leads and self.waited_s > timeout_s:
             raise WorkerFailed(
-                f"{self.workers} worker{'s' * (self.workers != 1)} joined within {within_s:g} s, at least "
+                f"{self.workers} worker{'s' * (self.workers != 1)} joined within {timeout_s:g} s, at least "
                 f"{min(self.sizes)} needed"
             )
         return False

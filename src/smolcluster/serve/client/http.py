@@ -26,7 +26,7 @@ from smolcluster.observe.text import printable
 
 URL = "http://127.0.0.1:5050"
 CONNECT_S = 10.0
-READY_S, LOOK_S = 900.0, 0.5  # for a server to start, and the polling interval
+READY_S, POLL_S = 900.0, 0.5  # for a server to start, and the polling interval
 SILENCE_S = 600.0  # a long prompt on a slow machine
 MAX_LINE = 1 << 20  # bytes of one event
 MAX_BODY = 64 << 20  # bytes
@@ -91,16 +91,16 @@ class ServerClient:
             return _whole(answer)
         return {}
 
-    def wait_ready(self, report: Callable[[str], None], *, within_s: float = READY_S) -> None:
-        """Wait until the server is ready, reporting progress. Raises ServerFailed after `within_s`."""
-        reported, until = "", time.monotonic() + within_s
+    def wait_ready(self, report: Callable[[str], None], *, timeout_s: float = READY_S) -> None:
+        """Wait until the server is ready, reporting progress. Raises ServerFailed after `timeout_s`."""
+        reported, until = "", time.monotonic() + timeout_s
         while (waiting := self._not_ready()) is not None:
             if time.monotonic() > until:
-                raise ServerFailed(f"{self.url} is still not ready after {within_s:g} s: {waiting}")
+                raise ServerFailed(f"{self.url} is still not ready after {timeout_s:g} s: {waiting}")
             if waiting != reported:
                 report(waiting)
                 reported = waiting
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def _not_ready(self) -> str | None:
         try:

@@ -52,7 +52,7 @@ class LocalStages:
     def close(self) -> None:
         """Stop all stages by closing their input; kill those that do not stop."""
         self._ending.set()
-        end_by_closing(list(self.processes.values()), within_s=END_S)
+        end_by_closing(list(self.processes.values()), timeout_s=END_S)
         for supervisor in self._supervisors:
             supervisor.join(END_S)
 

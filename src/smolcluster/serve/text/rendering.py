@@ -4,7 +4,7 @@ A template comes with the weights, and Jinja's sandbox bounds neither its time n
 process's environment, and are reused: a conversation is one line of JSON there and one back. Linux refuses memory beyond the
 limit. macOS has no such limit: there the parent measures a child that takes long, and kills it.
 
-    parent -> child    {"source", "messages", "names", "within_s"}
+    parent -> child    {"source", "messages", "names", "timeout_s"}
     child  -> parent   {"text"}, or {"error"}
 """
 
@@ -54,7 +54,7 @@ def render_in_child(source: str, messages: Sequence[Mapping[str, str]], *, names
         "source": source,
         "messages": [dict(message) for message in messages],
         "names": dict(names),
-        "within_s": RENDER_S,
+        "timeout_s": RENDER_S,
     }
     answer = _POOL.ask(asked)
     if "text" not in answer:
@@ -86,7 +86,7 @@ class _Process:
         assert process.stdin is not None
         assert process.stdout is not None
         answered = threading.Event()
-        deadline_s = asked["within_s"] + KILL_S + (0.0 if self._started else START_S)
+        deadline_s = asked["timeout_s"] + KILL_S + (0.0 if self._started else START_S)
         killer = threading.Thread(target=self._kill_at_limit, args=(answered, deadline_s), daemon=True)
         killer.start()
         try:
@@ -140,7 +140,7 @@ class _Pool:
             if answer is None:
                 process.end()
                 process = None
-                limits = f"longer than {asked['within_s']:g} s, or more than {MEMORY_BYTES >> 20} MB"
+                limits = f"longer than {asked['timeout_s']:g} s, or more than {MEMORY_BYTES >> 20} MB"
                 raise TemplateFailed(f"it takes {limits}")
             return answer
         finally:
@@ -184,7 +184,7 @@ def main() -> None:
     with Path(os.devnull).open("w") as nowhere:
         for line in sys.stdin.buffer:
             asked = json.loads(line)
-            faulthandler.dump_traceback_later(asked["within_s"], exit=True, file=nowhere)
+            faulthandler.dump_traceback_later(asked["timeout_s"], exit=True, file=nowhere)
             answer = _answer(asked)
             faulthandler.cancel_dump_traceback_later()
             sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")

@@ -43,7 +43,7 @@ class Roster:
 
     def join(self, **fields: Any) -> MembershipClient:
         client = self.dial(fields)
-        assert client.wait(lambda: client.number >= 0, within_s=WAIT_S)
+        assert client.wait(lambda: client.number >= 0, timeout_s=WAIT_S)
         return client
 
     def peer(self, role: str = "member", **limits: Any) -> tuple[TcpTransport, Recorder]:
@@ -65,7 +65,7 @@ def roster() -> Iterator[Roster]:
 def sees(client: MembershipClient, *members: Fields) -> None:
     """Wait until these are all members that the client sees, in the order of their arrival."""
     assert client.wait(
-        lambda: list(dict(sorted(client.view.members.items())).values()) == list(members), within_s=WAIT_S
+        lambda: list(dict(sorted(client.view.members.items())).values()) == list(members), timeout_s=WAIT_S
     )
 
 
@@ -85,11 +85,11 @@ def test_all_receive_who_is_there_and_who_was(roster: Roster) -> None:
     second.say(step=7)
     sees(first, {"name": "a"}, {"name": "b", "step": 7})
     second.close()
-    assert first.wait(lambda: first.view.gone == {1: {"name": "b", "step": 7}}, within_s=WAIT_S)
+    assert first.wait(lambda: first.view.gone == {1: {"name": "b", "step": 7}}, timeout_s=WAIT_S)
     assert first.view.how == {1: CLOSED}
     assert (first.number, roster.join(name="c").number) == (0, 2)
     server.close()
-    assert not first.wait(lambda: False, within_s=WAIT_S)
+    assert not first.wait(lambda: False, timeout_s=WAIT_S)
     assert first.lost == CLOSED
 
 
@@ -112,12 +112,12 @@ def test_silence_is_noticed_on_both_sides(roster: Roster) -> None:
     mute, at_mute = roster.peer(beat_s=1e6)
     mute.dial(server.address, at_mute)
     at_mute.link().send(Message(kind=Kind.REPORT, meta={"name": "mute"}))
-    assert watcher.wait(lambda: list(watcher.view.how.values()) == [SILENT], within_s=WAIT_S)
+    assert watcher.wait(lambda: list(watcher.view.how.values()) == [SILENT], timeout_s=WAIT_S)
     assert list(watcher.view.gone.values()) == [{"name": "mute"}]
 
     silent_server, at_server = roster.peer(beat_s=1e6)
     other = roster.dial({}, silent_server.listen(HERE, 0, at_server), silent_s=3.0)
-    assert not other.wait(lambda: False, within_s=WAIT_S)
+    assert not other.wait(lambda: False, timeout_s=WAIT_S)
     assert other.lost == SILENT
 
 
@@ -150,11 +150,11 @@ def test_all_reports_together_are_bounded(roster: Roster, monkeypatch: pytest.Mo
     known = roster.join(name="a")
     left = roster.join(text="x" * 2000)
     left.close()
-    assert known.wait(lambda: list(known.view.gone) == [1], within_s=WAIT_S)
+    assert known.wait(lambda: list(known.view.gone) == [1], timeout_s=WAIT_S)
     large = roster.join(text="y" * 1500, more="y" * 1500)
-    assert known.wait(lambda: known.view.gone == {}, within_s=WAIT_S)
+    assert known.wait(lambda: known.view.gone == {}, timeout_s=WAIT_S)
     too_large = roster.dial({"text": "z" * 1900})
-    assert not too_large.wait(lambda: too_large.number >= 0, within_s=WAIT_S)
+    assert not too_large.wait(lambda: too_large.number >= 0, timeout_s=WAIT_S)
     assert too_large.lost == CLOSED
     large.say(more="")
     assert roster.join(text="z" * 1900).number == 3
@@ -167,11 +167,11 @@ def test_members_are_bounded(roster: Roster, monkeypatch: pytest.MonkeyPatch) ->
     known = roster.join(name="a")
     for number in range(1, 6):
         roster.join(name="b").close()
-        assert known.wait(functools.partial(lambda number: number in known.view.gone, number), within_s=WAIT_S)
+        assert known.wait(functools.partial(lambda number: number in known.view.gone, number), timeout_s=WAIT_S)
     assert sorted(known.view.gone) == sorted(known.view.how) == [3, 4, 5]
     roster.join(name="b")
     third = roster.dial({"name": "c"})
-    assert not third.wait(lambda: third.number >= 0, within_s=WAIT_S)
+    assert not third.wait(lambda: third.number >= 0, timeout_s=WAIT_S)
 
 
 def heard(known: MembershipClient, change: int) -> bool:
@@ -193,7 +193,7 @@ def test_one_that_does_not_read_blocks_nobody_and_is_evicted(roster: Roster) -> 
     while not known.view.gone:
         changes += 1
         known.say(change=changes, **{f"more-{n}": "y" * 2000 for n in range(30)})
-        assert known.wait(functools.partial(heard, known, changes), within_s=WAIT_S)
+        assert known.wait(functools.partial(heard, known, changes), timeout_s=WAIT_S)
         member = next(iter(server._members))
         assert member.queued_bytes < 2 * membership.VIEW_BYTES, "views wait in memory"
     assert list(known.view.gone.values()) == [{"name": "deaf"}]
@@ -205,10 +205,10 @@ def test_without_the_token_there_is_no_membership(roster: Roster) -> None:
     known = roster.dial({"name": "a"}, keyring=Keyring([new_token(), TOKEN]))  # the first of its tokens is another one
     sees(known, {"name": "a"})
     other = roster.dial({"name": "b"}, keyring=Keyring([new_token()]))
-    assert not other.wait(lambda: False, within_s=WAIT_S)
+    assert not other.wait(lambda: False, timeout_s=WAIT_S)
     assert other.refusal == "the peer does not have our token"
     plain = roster.dial({"name": "plain"})
-    assert plain.wait(lambda: bool(plain.problem), within_s=1.0) or plain.number < 0
+    assert plain.wait(lambda: bool(plain.problem), timeout_s=1.0) or plain.number < 0
     known.say(step=1)
     sees(known, {"name": "a", "step": 1})
     assert known.view.gone == {}
@@ -221,7 +221,7 @@ def test_without_the_secret_there_is_no_membership(roster: Roster) -> None:
     sees(known, {"name": "a"})
     for wrong in (b"", secrets.token_bytes(16)):
         other = roster.dial({"name": "b"}, secret=wrong)
-        assert not other.wait(lambda: False, within_s=WAIT_S)
+        assert not other.wait(lambda: False, timeout_s=WAIT_S)
         assert other.refusal == "the cluster token is missing or not the one used here"
     known.say(step=1)
     sees(known, {"name": "a", "step": 1})
@@ -243,8 +243,8 @@ def test_a_member_that_comes_back_is_a_new_one(roster: Roster) -> None:
     server = roster.serve()
     known, other = roster.join(name="a"), roster.join(name="b")
     next(link for link in server._members if server._members[link].number == 1).close("for this test")
-    assert not other.wait(lambda: False, within_s=WAIT_S)
-    assert known.wait(lambda: list(known.view.gone) == [1], within_s=WAIT_S)
+    assert not other.wait(lambda: False, timeout_s=WAIT_S)
+    assert known.wait(lambda: list(known.view.gone) == [1], timeout_s=WAIT_S)
     assert roster.join(name="b").number == 2
 
 
@@ -261,6 +261,6 @@ def test_a_view_that_is_none_ends_the_link(roster: Roster, change: Callable[[dic
     client = roster.dial({}, server.listen(HERE, 0, at_server))
     meta = change({"members": {}, "gone": {}, "how": {}})
     at_server.link().send(Message(kind=Kind.VIEW, meta=meta))
-    assert not client.wait(lambda: client.number >= 0, within_s=WAIT_S)
+    assert not client.wait(lambda: client.number >= 0, timeout_s=WAIT_S)
     assert client.lost == CLOSED
     at_server.wait(lambda seen: seen.ends and seen.ends[0].startswith("not a valid VIEW"))

@@ -31,7 +31,7 @@ RANK_JOINS = (60, 0.5)  # burst, and per second
 ALL_JOINS = (4096, 20.0)
 MAX_REPORT = 64  # fields of a report
 MAX_TEXT = 200  # characters of a field
-LOOK_S = 0.1  # between two checks for silent members, where there are many
+POLL_S = 0.1  # between two checks for silent members, where there are many
 MAX_NAMES = 1000  # refusals are counted by peer name up to this many names, then together
 
 
@@ -334,7 +334,7 @@ class Roster:
         """
         now = time.monotonic()
         self._unlooked += 1
-        if self._unlooked <= len(self.members) // 8 and now < self._looked + LOOK_S:
+        if self._unlooked <= len(self.members) // 8 and now < self._looked + POLL_S:
             return
         self._unlooked, self._looked = 0, now
         for member in [m for m in self.paused if not m.link.stalled]:

@@ -3,7 +3,7 @@
     silent         has sent nothing yet; costs little more than a file descriptor
     proving        is in the TLS or our handshake
 
-Both must finish within `within_s` of connecting, and their number is limited: a new connection evicts the oldest one, silent
+Both must finish within `timeout_s` of connecting, and their number is limited: a new connection evicts the oldest one, silent
 ones first. Everything runs on the event loop's thread.
 """
 
@@ -56,12 +56,12 @@ class PendingConnections:
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         *,
         most: int,
-        within_s: float,
+        timeout_s: float,
         tls: dict[str, Any],
     ) -> None:
         """`start` makes a task, which its owner cancels. `tls`: asyncio's options beside the context."""
         self._loop, self._start = loop, start
-        self._most, self._within_s, self._tls = most, within_s, tls
+        self._most, self._within_s, self._tls = most, timeout_s, tls
         self._listeners: list[Listener] = []
         self._silent: dict[socket.socket, float] = {}  # time of connecting; oldest first
         self._proving: dict[Candidate, asyncio.Task[None]] = {}  # oldest first
@@ -94,7 +94,7 @@ class PendingConnections:
             self._warned_at = now
 
     def expire(self, now: float) -> None:
-        """Close silent connections that are older than `within_s`."""
+        """Close silent connections that are older than `timeout_s`."""
         for sock, since in list(self._silent.items()):
             if now - since < self._within_s:
                 break

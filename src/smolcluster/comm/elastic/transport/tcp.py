@@ -159,7 +159,7 @@ class TcpTransport(Transport):
         self._stop = asyncio.Event()
         self.loop = _new_loop(uvloop)
         self.pending = PendingConnections(
-            self.loop, self.start, most=limits.unauthenticated, within_s=limits.handshake_s, tls=self.tls
+            self.loop, self.start, most=limits.unauthenticated, timeout_s=limits.handshake_s, tls=self.tls
         )
         self._thread = threading.Thread(target=self._work, name="smolcluster-transport", daemon=True)
         self._thread.start()

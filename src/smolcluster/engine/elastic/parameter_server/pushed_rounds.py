@@ -78,8 +78,8 @@ class PushedRounds(ServerRounds, MemberSide):
     def pull(self) -> None:
         self._link.send(Kind.PULL, epoch=self._epoch)
 
-    def wait_until(self, done: Callable[[], bool], *, within_s: float | None = None) -> bool:
-        deadline = None if within_s is None else time.monotonic() + within_s
+    def wait_until(self, done: Callable[[], bool], *, timeout_s: float | None = None) -> bool:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not (self._over or self._rejoined or done()):
             message = self._link.get(None if deadline is None else deadline - time.monotonic())
             if message is None:

@@ -60,10 +60,10 @@ def read_object(path: Path) -> dict[str, Any]:
     return {}
 
 
-def run_briefly(*command: str, within_s: float) -> subprocess.CompletedProcess[str] | None:
+def run_briefly(*command: str, timeout_s: float) -> subprocess.CompletedProcess[str] | None:
     """Run a command and return its result; None if it cannot be run or times out."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     return None
 
 

@@ -63,7 +63,7 @@ def _uv() -> str | None:
 def _exclusive(root: Path) -> Iterator[None]:
     """Lock an environment while it is made: an `up` of another cluster may need the same one."""
     lock, reported = None, False
-    while (lock := lock_file(root.with_name(root.name + ".lock"), within_s=0.5)) is None:
+    while (lock := lock_file(root.with_name(root.name + ".lock"), timeout_s=0.5)) is None:
         if not reported:
             say(say="another `up` is making this environment; waiting for it")
             reported = True
@@ -120,7 +120,7 @@ print(json.dumps(missing))
 
 def _missing(python: str, requirements: list[str]) -> list[str]:
     """Return the requirements that this Python lacks."""
-    asked = run_briefly(python, "-c", _ASK, json.dumps(requirements), within_s=60)
+    asked = run_briefly(python, "-c", _ASK, json.dumps(requirements), timeout_s=60)
     if asked is None or asked.returncode != 0:
         return requirements
     found: list[str] = json.loads(asked.stdout)
@@ -156,5 +156,5 @@ def version_of(folder: str, package: str, wanted: dict[str, Any], **_: Any) -> d
 
 def _version(python: str, package: str) -> str | None:
     ask = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
-    asked = run_briefly(python, "-c", ask, package, within_s=60)
+    asked = run_briefly(python, "-c", ask, package, timeout_s=60)
     return None if asked is None else asked.stdout.strip() or None

@@ -50,7 +50,7 @@ def _memory() -> int | None:
 
 def _gpus() -> list[str]:
     """Return the names of NVIDIA GPUs, or the driver's error message."""
-    asked = run_briefly("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", within_s=20)
+    asked = run_briefly("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", timeout_s=20)
     if asked is None:
         return []
     if asked.returncode == 0:
@@ -71,8 +71,8 @@ def _listen(bind: str, port: int) -> socket.socket:
     return socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
 
 
-def listen(bind: str, port: int, within_s: float, **_: Any) -> None:
-    """Accept connections at a port for `within_s`, or until the client disconnects."""
+def listen(bind: str, port: int, timeout_s: float, **_: Any) -> None:
+    """Accept connections at a port for `timeout_s`, or until the client disconnects."""
     try:
         listener = _listen(bind, port)
     except OSError as error:
@@ -80,7 +80,7 @@ def listen(bind: str, port: int, within_s: float, **_: Any) -> None:
         return
     with listener:
         say(listening=True)
-        until = time.monotonic() + within_s
+        until = time.monotonic() + timeout_s
         listener.settimeout(0.5)
         while time.monotonic() < until:
             with contextlib.suppress(TimeoutError):

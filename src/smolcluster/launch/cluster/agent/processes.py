@@ -111,7 +111,7 @@ def is_alive(place: Path) -> bool:
     """Return whether its keeper lives: it holds the lock."""
     if not (place / "lock").exists():
         return False
-    lock = lock_file(place / "lock", shared=True, within_s=0.05 if os.name == "nt" else 0.0)
+    lock = lock_file(place / "lock", shared=True, timeout_s=0.05 if os.name == "nt" else 0.0)
     if lock is not None:
         lock.close()
     return lock is None
@@ -167,7 +167,7 @@ def stop(
     processes: list[str] | None = None,
     mark: str | None = None,
     now: bool = False,
-    within_s: float = 90.0,
+    timeout_s: float = 90.0,
     **_: Any,
 ) -> dict[str, Any]:
     """Ask keepers to end their processes, wait, and kill those that do not end in time.
@@ -184,7 +184,7 @@ def stop(
     running = [place for place in places if is_alive(place) or _begins(place)]
     for place in running:
         (place / "stop").write_text("now" if now else "", encoding="utf-8")
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + timeout_s
     while (left := [p for p in running if is_alive(p) or _begins(p)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     for place in left:
