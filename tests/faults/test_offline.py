@@ -104,4 +104,7 @@ def test_what_is_too_old_is_dropped(tmp_path: Path, relay: Relay) -> None:
         tmp_path, relay, overrides, until=f"{H} steps were taken alone: waiting for the coordinator"
     )
     assert uncounted_steps(world) == pytest.approx(0.0, abs=1e-6)
-    assert re.search(r"is dropped: it is \d+ rounds behind, strategy.max_rounds_apart is 1", log_of(world, LAPTOP))
+    assert re.search(
+        r"dropped local work that no round has counted: it is \d+ rounds behind, strategy.max_rounds_apart is 1",
+        log_of(world, LAPTOP),
+    )

@@ -118,5 +118,5 @@ class LocalContributions(Exchanging[LocalStepsT]):
 
     def forget_late(self, reason: str) -> None:
         if self._late.tensors:
-            log.warning("dropped what this worker computed and no round has counted: %s", reason)
+            log.warning("dropped local work that no round has counted: %s", reason)
         self._late.clear()
