@@ -202,5 +202,7 @@ def _be_rank(
     distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = _refuse_to_pickle
     spec = become(spec_json, environ, namespace)
     for module, attribute, value in tweaks:
-        setattr(importlib.import_module(module), attribute, value)
+        where = importlib.import_module(module)
+        getattr(where, attribute)  # raises if the tweak would have no effect
+        setattr(where, attribute, value)
     leave(pipe, run_worker(spec, _Channel(pipe, spec.rank, spec.world_size, hook), [Sink(pipe)]))

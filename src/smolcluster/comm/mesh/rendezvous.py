@@ -102,7 +102,7 @@ def connect(
     if place.rank == 0 and announce is not None:
         announce(opened.port)
     store = _of_this_attempt(opened)
-    said = {**(versions or {}), "world size": str(place.world_size)}
+    said = {**(versions or {}), **_must_match(place)}
     me = Signature(host=socket.gethostname(), named=backend, gpu=gpu_for_nccl(device), said=said)
     backend = _checked(_wait_for_all(store, place, me, stop_requested), store, place)
     try:
@@ -248,6 +248,10 @@ def _wait_for_all(store: Store, place: RankPlace, me: Signature, stop_requested:
 
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _must_match(place: RankPlace) -> dict[str, str]:
+    return {"world size": str(place.world_size)}
 
 
 def _checked(signed: Sequence[Signature], store: Store, place: RankPlace) -> str:
