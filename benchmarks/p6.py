@@ -7,7 +7,7 @@ Compared, for P parameters on N ranks with Adam, in bytes:
     the same in fp32       16 P   8 P + 8 P/N    4 P + 12 P/N   16 P/N
     what this run holds    `Strategy.plan`; see fsdp.py
 
-How: four real processes on CPUs, each with a ledger of its tensors (`compute/ledger.py`); the highest peak counts.
+How: four real processes on CPUs, each with a tracker of its tensors (`compute/memory_tracker.py`); the highest peak counts.
 Beside it the growth of the process in resident memory, whose peak the kernel keeps. With --device cuda one rank runs on the GPU
 in a fake group of four, whose collectives do nothing, and torch's allocator counts; the workspace of the GPU's libraries is
 added to the forecast. Samples are few, so that activations are small. The peer is FSDP2 as in its tutorial, AdamW on
@@ -116,7 +116,7 @@ def compare(session: Session, subject: Workload, stage: int, precision: str) -> 
     estimate = forecast(subject, choice, ways=[Activations()])
     if estimate.cannot or not estimate.seats[0].ways:
         raise SmolclusterError(f"stage {stage} could not be estimated: {estimate.cannot or estimate.seats[0].note}")
-    foretold = estimate.seats[0].ways[Activations()].at.total + seen[0]["workspace"]
+    foretold = estimate.seats[0].ways[Activations()].at_peak.total + seen[0]["workspace"]
     peak = round(statistics.median(counted(one) for one in seen))
     states = round(statistics.median(_states(one) for one in seen))
     formula = zero(stage, precision, count, size)
@@ -153,7 +153,7 @@ def zero(stage: int, precision: str, parameters: int, ranks: int) -> int:
 
 
 def counted(sample: dict[str, Any]) -> int:
-    """Return the peak by the allocator, if it counts; else by the ledger."""
+    """Return the peak by the allocator, if it counts; else by the tracker."""
     allocated = sample.get("allocated")
     return int(sum(sample["peak"]["at"].values())) if allocated is None else int(allocated)
 

@@ -969,7 +969,7 @@ class Unlike(Double):
         options.INNER_STEPS = 6
         if "TIMES" in os.environ:
             times = [float(seconds) for seconds in os.environ["TIMES"].split(",")]
-            local_rounds.SLACK = 1e9
+            local_rounds.DEADLINE_FACTOR = 1e9
             local_rounds.LocalRounds._time_of = lambda _, member: times[member.rank]  # type: ignore[method-assign]
         if "WEIGHTS" in os.environ:
             LocalSteps.apply = _told(LocalSteps.apply)  # type: ignore[method-assign]

@@ -24,8 +24,8 @@ from benchmarks.harness.workload import make_strategy
 from benchmarks.harness.world import serve
 from smolcluster.comm.group import Group
 from smolcluster.compute.device import choose_device
-from smolcluster.compute.ledger import Ledger
 from smolcluster.compute.memory import workspace_bytes
+from smolcluster.compute.memory_tracker import MemoryTracker
 from smolcluster.compute.replica import Batch, to_device
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.schema import Config
@@ -100,18 +100,18 @@ def measure(message: Message, config: Config, group: Group, device: torch.device
     del step
     gc.collect()
     before = resident_bytes()
-    with Ledger(device) as ledger:
+    with MemoryTracker(device) as tracker:
         model, optimizer, step = prepare(message["who"], config, group, device)
-        states = States(model, optimizer, ledger)
+        states = States(model, optimizer, tracker)
         for _ in range(STEPS - 1):
             step()
         gc.collect()
-        since = ledger.position
+        since = tracker.position
         forget_peak(device)
         step()
-        peak = ledger.peak(since)
+        peak = tracker.peak(since)
     answer: Message = {
-        "peak": dataclasses.asdict(peak),
+        "peak": {"at": dataclasses.asdict(peak.at_peak), "each": dataclasses.asdict(peak.of_each_kind)},
         "states": dataclasses.asdict(states.held),
         "workspace": workspace,
     }

@@ -313,10 +313,10 @@ def test_an_interrupted_append_is_there_whole_or_not_at_all(tmp_path: Path, monk
     assert found(tmp_path) == 3
 
 
-def test_after_a_failed_flush_nothing_is_sealed_until_a_snapshot(
+def test_after_a_failed_flush_nothing_is_marked_as_synced_until_a_snapshot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A second fsync would succeed though the first has lost the pages: a seal would be a lie."""
+    """A second fsync would succeed though the first has lost the pages: a sync marker would be false."""
     failing = threading.Event()
 
     def fail(path: Path, fsync: Callable[[], None]) -> None:
@@ -379,20 +379,20 @@ def test_old_files_that_cannot_be_removed_mislead_no_one(tmp_path: Path, caplog:
 
 
 @pytest.fixture
-def sealed(tmp_path: Path) -> Path:
+def synced(tmp_path: Path) -> Path:
     """A snapshot after 2 records, then 4 in two log files, all flushed."""
-    server = reopen(tmp_path / "sealed")
+    server = reopen(tmp_path / "synced")
     server.append()
     server.append()
     server.snapshot()
     server.append()
     server.append()
     server.close()
-    server = reopen(tmp_path / "sealed")
+    server = reopen(tmp_path / "synced")
     server.append()
     server.append()
     server.close()
-    return tmp_path / "sealed"
+    return tmp_path / "synced"
 
 
 def recovered_count(folder: Path) -> int:
@@ -410,15 +410,15 @@ def damages(good: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_no_flipped_bit_loses_a_sealed_record(sealed: Path, index: int, tmp_path: Path) -> None:
-    name = logs(sealed)[index].name
-    good = (sealed / name).read_bytes()
+def test_no_flipped_bit_loses_a_synced_record(synced: Path, index: int, tmp_path: Path) -> None:
+    name = logs(synced)[index].name
+    good = (synced / name).read_bytes()
     copy = tmp_path / "copy"
     last_seal = len(good) - 32
     num_whole, errors = 0, []
     for what, bad in [*damages(good), ("truncated", good[: last_seal - 1])][: None if index == 0 else -1]:
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(sealed, copy)
+        shutil.copytree(synced, copy)
         (copy / name).write_bytes(bad)
         try:
             assert recovered_count(copy) == 6, what
@@ -426,22 +426,22 @@ def test_no_flipped_bit_loses_a_sealed_record(sealed: Path, index: int, tmp_path
         except DamagedJournal as error:
             errors.append(str(error))
     assert all(str(copy / name) in error and "restore it from a copy" in error for error in errors)
-    # A seal at the end of a file may be lost: the records before it are whole.
+    # A sync marker at the end of a file may be lost: the records before it are whole.
     assert num_whole == 32
     assert len(errors) == len(good) - 32 + (index == 0)
 
 
 def test_damage_among_the_last_records_keeps_those_before_it_and_is_an_error(
-    sealed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    synced: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a seal behind it, this is what a power cut leaves: no promise is broken, but it is told."""
-    path = logs(sealed)[1]
+    """Without a sync marker after it, this is what a power cut leaves: no promise is broken, and it is logged."""
+    path = logs(synced)[1]
     good = path.read_bytes()[:-32]
     copy = tmp_path / "copy"
     counts = set()
     for what, bad in list(damages(good))[32:]:
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(sealed, copy)
+        shutil.copytree(synced, copy)
         (copy / path.name).write_bytes(bad)
         caplog.clear()
         counts.add(recovered_count(copy))
@@ -450,11 +450,11 @@ def test_damage_among_the_last_records_keeps_those_before_it_and_is_an_error(
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "manifest.json"])
-def test_a_damaged_snapshot_is_an_error_when_the_log_before_it_is_gone(sealed: Path, name: str) -> None:
-    (file,) = sealed.glob(f"snapshots/step-*/{name}")
+def test_a_damaged_snapshot_is_an_error_when_the_log_before_it_is_gone(synced: Path, name: str) -> None:
+    (file,) = synced.glob(f"snapshots/step-*/{name}")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(DamagedJournal, match=name):
-        reopen(sealed)
+        reopen(synced)
 
 
 def test_a_damaged_snapshot_falls_back_when_the_log_before_it_is_there(
@@ -489,39 +489,39 @@ def test_a_damaged_snapshot_falls_back_when_the_log_before_it_is_there(
         reopen(tmp_path)
 
 
-def test_a_missing_log_file_is_found(sealed: Path) -> None:
-    first, second = logs(sealed)
+def test_a_missing_log_file_is_found(synced: Path) -> None:
+    first, second = logs(synced)
     backup = first.read_bytes()
     first.unlink()
     with pytest.raises(DamagedJournal, match=f"{first.name}: missing"):
-        reopen(sealed)
+        reopen(synced)
     first.write_bytes(backup)
-    server = reopen(sealed)
+    server = reopen(synced)
     server.append()
     server.close()
     second.unlink()
     with pytest.raises(DamagedJournal, match=r"[0-9] records that were safe on the disk cannot be read"):
-        reopen(sealed)
+        reopen(synced)
 
 
-def test_what_was_cut_off_stays_so(sealed: Path) -> None:
+def test_what_was_cut_off_stays_so(synced: Path) -> None:
     """Whole records behind a gap are never taken up again, although later ones get the same numbers."""
-    last = logs(sealed)[-1]
+    last = logs(synced)[-1]
     flipped = bytearray(last.read_bytes()[:-32])
     flipped[40] ^= 1
     last.write_bytes(flipped)
     for expected in (4, 5, 6, 7):
-        server = reopen(sealed)
+        server = reopen(synced)
         assert server.count == expected
         server.append()
         server.close()
-    assert found(sealed) == 8
+    assert found(synced) == 8
 
 
-def test_other_files_in_the_folder_are_no_matter(sealed: Path) -> None:
-    (sealed / "log-notes.txt").write_text("mine")
-    (sealed / "log-1").write_text("mine")
-    assert recovered_count(sealed) == 6
+def test_other_files_in_the_folder_are_no_matter(synced: Path) -> None:
+    (synced / "log-notes.txt").write_text("mine")
+    (synced / "log-1").write_text("mine")
+    assert recovered_count(synced) == 6
 
 
 def test_a_record_is_json(tmp_path: Path) -> None:

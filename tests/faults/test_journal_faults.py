@@ -135,7 +135,7 @@ def test_two_servers_cannot_use_one_journal(tmp_path: Path) -> None:
         assert len(journal.recover().records) == 1
 
 
-def test_the_log_is_flushed_and_sealed_in_the_background(tmp_path: Path) -> None:
+def test_the_log_is_flushed_and_marked_as_synced_in_the_background(tmp_path: Path) -> None:
     flushed = threading.Event()
 
     def flush(path: Path, fsync: Callable[[], None]) -> None:
@@ -205,7 +205,9 @@ def test_killed_again_and_again(tmp_path: Path, caplog: pytest.LogCaptureFixture
         server.append()
         server.close()
         last = logs(tmp_path)[-1]
-        last.write_bytes(last.read_bytes()[:-32] + b"SJ1R\x09")  # without its seal, but with the start of a record
+        last.write_bytes(
+            last.read_bytes()[:-32] + b"SJ1R\x09"
+        )  # without its sync marker, but with the start of a record
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
     assert "torn" in caplog.text
     assert found(tmp_path) == 6
@@ -330,7 +332,7 @@ def violations(scenario: Scenario, tmp_path: Path, *, ignore: frozenset[str] = f
 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """A sweep finds the same trouble a thousand times."""
+    """A sweep finds the same defect a thousand times."""
     caplog.set_level(logging.CRITICAL, logger="smolcluster.engine.elastic.wal")
 
 
@@ -378,6 +380,6 @@ def test_what_comes_during_a_flush_is_flushed_by_the_next(tmp_path: Path) -> Non
     assert files.sizes[first.name] < first.stat().st_size
     server.sync()
     assert files.sizes[first.name] == first.stat().st_size
-    assert files.sizes[second.name] == second.stat().st_size - 32, "all but the seal"
+    assert files.sizes[second.name] == second.stat().st_size - 32, "all but the sync marker"
     server.close()
     assert found(tmp_path) == 3

@@ -78,10 +78,8 @@ def uncounted_steps(world: ElasticWorld) -> float:
 
 def test_what_it_computed_alone_is_merged(tmp_path: Path, relay: Relay) -> None:
     overrides = {"strategy.offline": True, "strategy.max_rounds_apart": 1000}
-    world = leave_and_return(tmp_path, relay, overrides, until="training goes on alone")
-    said = re.search(
-        r"back after (\d+) steps alone; their (\d+) samples are in no epoch's count", log_of(world, LAPTOP)
-    )
+    world = leave_and_return(tmp_path, relay, overrides, until="training alone, for at most")
+    said = re.search(r"back after (\d+) steps alone; their (\d+) samples count in no epoch", log_of(world, LAPTOP))
     assert said is not None
     steps, samples = int(said[1]), int(said[2])
     assert samples == 2 * steps
@@ -101,7 +99,7 @@ def test_without_the_option_it_waits(tmp_path: Path, relay: Relay) -> None:
 def test_what_is_too_old_is_dropped(tmp_path: Path, relay: Relay) -> None:
     overrides = {"strategy.offline": True, "strategy.max_rounds_apart": 1}
     world = leave_and_return(
-        tmp_path, relay, overrides, until=f"{H} steps were taken alone: waiting for the coordinator"
+        tmp_path, relay, overrides, until=f"{H} steps were taken without the coordinator: waiting for it"
     )
     assert uncounted_steps(world) == pytest.approx(0.0, abs=1e-6)
     assert re.search(

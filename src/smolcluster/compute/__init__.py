@@ -1,4 +1,4 @@
-"""What one machine does alone.
+"""Computation on one machine.
 
 replica.py          a whole model on a device: forward, backward, apply
 optim.py            optimizers, the learning-rate schedule
@@ -7,6 +7,6 @@ precision.py        autocast, loss scale
 buffers.py          running statistics, such as BatchNorm's
 device.py           the device of a worker
 memory.py           memory of a machine
-ledger.py           records allocations of tensors, for memory estimates
+memory_tracker.py   records allocations of tensors, for memory estimates
 timing.py, rng.py   time spans; seeds from the position in the run
 """

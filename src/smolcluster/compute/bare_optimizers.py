@@ -1,4 +1,4 @@
-"""torch's AdamW and SGD without the wrappers that disable the compiler: importing it takes seconds."""
+"""torch's AdamW and SGD without the wrappers that disable the compiler, whose import takes seconds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Running statistics (BatchNorm and others): a forward that makes them non-finite is undone.
 
-A NaN in one batch would stay in a running mean for ever. So buffers that forward changes are copied before it, and restored
+A NaN in one batch would stay in a running mean forever. So buffers that forward changes are copied before it, and restored
 when one of them is not finite after it. On a GPU the check is read one step later, without synchronizing.
 """
 

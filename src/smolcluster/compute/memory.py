@@ -13,7 +13,7 @@ import torch
 from smolcluster.errors import UserError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-# Memory of a process beside tensors: Python, torch's code, and on a GPU its context.
+# Memory of a process in addition to tensors: the interpreter, the libraries of torch, and on a GPU its context.
 PROCESS_BYTES = {"cpu": 300 * 10**6, "cuda": 600 * 10**6}
 _NO_LIMIT = 2**60  # a cgroup without a limit reports a huge number
 
@@ -34,8 +34,8 @@ def memory_bytes(device: torch.device) -> int:
     return machine_bytes()
 
 
-def built_in_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU or of this machine, without the limit of a cgroup."""
+def physical_memory_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU or of this machine, whatever the limit of the cgroup."""
     return memory_bytes(device) if device.type == "cuda" else _total()
 
 
@@ -43,15 +43,15 @@ def free_bytes(device: torch.device) -> int:
     """Return the memory that is free for this process."""
     if device.type == "cuda":
         # Memory cached by torch's allocator is available.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     free = _windows()[1] if sys.platform == "win32" else _meminfo("MemAvailable")
     return machine_bytes() if free is None else min(free, machine_bytes())
 
 
 @functools.cache
 def workspace_bytes(device: torch.device) -> int:
-    """Return what a GPU's libraries allocate from torch on first use, and keep; 0 on other devices."""
+    """Return the size of the workspaces that cuBLAS allocates through torch on first use; 0 on other devices."""
     if device.type != "cuda":
         return 0
     before = torch.cuda.memory_allocated(device)

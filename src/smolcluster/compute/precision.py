@@ -18,8 +18,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 GROWTH_INTERVAL = 2000  # steps without an overflow before the scale is doubled
-PATIENCE = 4  # overflows of one member in a row, with steps of others between them, that lower the scale
-MOST = 2.0**24  # a model whose gradients are all zero must not drive the scale to infinity
+MAX_OVERFLOWS_OF_MEMBER = 4  # in a row, with steps of others between them; further ones do not lower the scale
+MAX_SCALE = 2.0**24  # a model whose gradients are all zero must not drive the scale to infinity
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class LossScale:
             return self.value < before
         self.good_steps += 1
         if self.good_steps >= self.growth_interval:
-            self.value, self.good_steps = min(self.value * 2, max(self.value, MOST)), 0
+            self.value, self.good_steps = min(self.value * 2, max(self.value, MAX_SCALE)), 0
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,8 +60,8 @@ class LossScale:
 class AgreedScale(LossScale):
     """The scale of a run on the elastic plane: the server or coordinator updates it, members use the value that it sends.
 
-    An overflow on one member lowers the scale of all. After `PATIENCE` overflows in a row, while gradients of others count,
-    the scale is not the cause, and a member no longer lowers it.
+    An overflow on one member lowers the scale of all. After `MAX_OVERFLOWS_OF_MEMBER` overflows in a row, while others
+    contribute, the scale is not the cause, and a member no longer lowers it.
     """
 
     commits: int = 0
@@ -75,7 +75,7 @@ class AgreedScale(LossScale):
         count, last = self.overflows.get(instance, (0, -1))
         count += last != self.commits  # attempts at one step count once
         self.overflows[instance] = count, self.commits
-        if count > PATIENCE:
+        if count > MAX_OVERFLOWS_OF_MEMBER:
             return False
         self.update(overflow=True, used=max(used, self.value / 2))
         return self.value < used

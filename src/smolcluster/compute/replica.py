@@ -29,7 +29,7 @@ from smolcluster.compute.precision import LossScale, autocast
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.models.protocols import CompiledByBlock
 
-DEEP = 24  # layers from which on compiling by region is as fast as compiling the whole model
+MIN_LAYERS_BY_REGION = 24  # layers from which on compiling by region is as fast as compiling the whole model
 
 Loss = Callable[[nn.Module, Any], Tensor]
 SKIPS_ON = "cuda"  # device on which steps are skipped without waiting
@@ -44,7 +44,9 @@ class Batch:
     samples: int
     tokens: int
     step: int
-    counts: Sequence[float] | None = None  # targets of each part that count (`Task.count`); None: samples, all alike
+    counts: Sequence[float] | None = (
+        None  # targets of each part that count (`Task.count`); None: samples, with equal weight
+    )
 
     @property
     def weight(self) -> float:
@@ -53,7 +55,7 @@ class Batch:
 
     @property
     def shares(self) -> list[float] | None:
-        """Each part's share of the mean over the batch; zero without targets. None: all alike."""
+        """Each part's share of the mean over the batch; zero without targets. None: equal shares."""
         if self.counts is None:
             return None
         total = self.weight
@@ -146,8 +148,8 @@ class Replica:
     def apply(self, *, scale: float | None = None, norm: float | Tensor | None = None) -> Tensor:
         """Update the weights with the gradients on the parameters. Return their norm before clipping.
 
-        `norm`: that of the whole gradient, where this rank has a part of it or all must clip alike. A step whose norm is not
-        finite counts as an update but changes no weight and no optimizer state.
+        `norm`: that of the whole gradient, if this rank has a part of it or all must clip by the same factor. A step whose norm
+        is not finite counts as an update but changes no weight and no optimizer state.
         """
         parameters = [p for p in self.parameters if p.grad is not None]
         gradients = [g for p in parameters if (g := gradient(p)) is not None]
@@ -227,7 +229,7 @@ class Replica:
         return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the optimizer's tensors, and the counters beside them."""
+        """Return the optimizer's tensors, and its counters separately."""
         numbers: dict[str, Any] = {"updates": self.updates}
         if self.skipped:
             numbers["skipped"] = self.skipped
@@ -246,8 +248,8 @@ class Replica:
     ) -> None:
         """Load by using these tensors instead of copying them. The tensors in use before are not changed."""
         own = self.model.state_dict()
-        unlike = [n for n, t in own.items() if n not in weights or weights[n].shape != t.shape]
-        if unlike or len(weights) != len(own):
+        different = [n for n, t in own.items() if n not in weights or weights[n].shape != t.shape]
+        if different or len(weights) != len(own):
             self.load_state_dict(weights, optimizer, numbers)  # raises with the reason
             return
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -276,7 +278,7 @@ class Replica:
 
 def compiled(model: nn.Module, loss: Loss) -> Loss:
     """Compile the loss; a deep model without hooks by region, which makes the first step faster."""
-    if isinstance(model, CompiledByBlock) and model.num_layers >= DEEP and not model._forward_pre_hooks:
+    if isinstance(model, CompiledByBlock) and model.num_layers >= MIN_LAYERS_BY_REGION and not model._forward_pre_hooks:
         model.compile_blocks()
         # The compiler reads `.grad` of tensors between regions.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)

@@ -2,7 +2,7 @@
 
 Every step is seeded from (run seed, step, rank), and the reading of its batch from (run seed, step, data shard). A resumed run
 draws the same dropout masks as an uninterrupted one. Ranks draw different ones, but those of one data shard augment its samples
-alike.
+identically.
 """
 
 from __future__ import annotations

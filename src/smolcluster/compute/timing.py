@@ -38,7 +38,7 @@ class Span:
 
 
 class DelayedFlag:
-    """Read a flag from the device without synchronizing: at once on a CPU, one step later on a GPU, alike on every rank."""
+    """Read a flag from the device without synchronizing: at once on a CPU, one step later on a GPU; the same on every rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = torch.zeros(1, pin_memory=True) if device.type == "cuda" else None

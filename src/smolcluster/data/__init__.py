@@ -1,7 +1,7 @@
-"""Datasets, tokenizers and the sampler: which sample goes to which worker.
+"""Datasets, tokenizers and the sampler, which assigns samples to workers.
 
     sampler.py     the stream of samples and each worker's share of it
-    leases.py      shares of workers that come and go: every sample counts once
+    leases.py      samples leased to workers that may leave: every sample counts once
     dataset.py     from sample numbers to a batch of tensors
     text.py        text -> tokens -> a training and a validation dataset
     sources.py     where text comes from

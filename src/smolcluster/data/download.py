@@ -1,4 +1,4 @@
-"""Checksummed downloads with nothing but the standard library.
+"""Checksummed downloads with the standard library only.
 
 Mirrors are tried in order. A file is hashed while it is read, written to a temporary file, and renamed if the checksum matches.
 """

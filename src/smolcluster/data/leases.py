@@ -1,14 +1,14 @@
 """Leases of the sample stream, so that every sample counts exactly once although workers join and leave.
 
 `sampler.py` makes all samples one infinite stream. A worker is granted ranges of it for one step. When that step is
-committed the ranges are settled; when the worker dies they are returned, and granted again before fresh ones. When its
-gradient is rejected they are set aside: another worker might fail in the same way. So each position below the frontier is in
-exactly one state:
+committed so are the ranges; when the worker dies they are released, and granted again before fresh ones. When its gradient is
+rejected they are quarantined: another worker might fail in the same way. So each position below the frontier is in exactly one
+state:
 
-    0                                                            frontier
-    | settled | held | returned | settled | aside | held | settled |  never granted ...
+    0                                                                         frontier
+    | committed | held | released | committed | quarantined | held | committed |  never granted ...
 
-Only settled ranges are durable. `state_dict` therefore counts held and set-aside ranges as not read: a server that restarts
+Only committed ranges are durable. `state_dict` therefore counts held and quarantined ranges as not read: a server that restarts
 from it grants them again. Without any, the state is one number, the same as that of a `ShardedSampler`, so either can
 continue from the other's state.
 
@@ -25,7 +25,7 @@ import numpy as np
 from smolcluster.data.sampler import Indices, Sampler
 from smolcluster.errors import UserError
 
-LATE = " late"  # after a holder's name: its leases that were put by
+PARKED = " parked"  # appended to the name of a holder: its parked leases
 _LIMIT = 2**63  # positions are signed 64-bit integers in checkpoints
 
 
@@ -41,27 +41,27 @@ class Range(NamedTuple):
 
 
 class Leases:
-    """The ledger. `position`: how far the stream was read before; `returned`: ranges before it that were not."""
+    """Which samples each worker holds. `position`: how far the stream was read before; `released`: unread ranges before it."""
 
-    def __init__(self, *, position: int = 0, returned: Sequence[Range] = ()) -> None:
-        _check(position, returned)
+    def __init__(self, *, position: int = 0, released: Sequence[Range] = ()) -> None:
+        _check(position, released)
         self._frontier = position  # the first position never granted
-        self._returned = _joined(returned)
-        self._aside: list[Range] = []  # not to be granted again here
+        self._released = _joined(released)
+        self._quarantined: list[Range] = []  # not to be granted again here
         self._held: dict[str, dict[int, list[Range]]] = {}
-        self._fold()
+        self._compact()
 
     def grant(self, holder: str, step: int, count: int) -> list[Range]:
-        """Grant `count` positions for this holder's step: returned ranges first, lowest first, then fresh ones."""
+        """Grant `count` positions for this holder's step: released ranges first, lowest first, then fresh ones."""
         if count < 1:
             raise ValueError(f"a lease has at least one sample, not {count}")
         self._check_free(holder, step)
         granted = []
-        while count and self._returned:
-            first = self._returned[0]
+        while count and self._released:
+            first = self._released[0]
             part = Range(first.start, min(count, first.count))
             rest = Range(part.end, first.count - part.count)
-            self._returned[:1] = [rest] if rest.count else []
+            self._released[:1] = [rest] if rest.count else []
             granted.append(part)
             count -= part.count
         if count:
@@ -71,32 +71,31 @@ class Leases:
         return list(granted)
 
     def claim(self, holder: str, step: int, ranges: Iterable[Range | Sequence[int]]) -> bool:
-        """Grant exactly these positions. Returns False if any of them is held or settled.
+        """Grant exactly these positions. Returns False if any of them is held or committed.
 
-        For ranges that were granted before this ledger was made: by a server that has died since, or in a journal that is
-        replayed.
+        For ranges that another `Leases` granted: of a server that has died since, or in a journal that is replayed.
         """
         self._check_free(holder, step)
         wanted = _joined(Range(*r) for r in ranges)
         if not wanted or min(wanted).start < 0 or any(r.count < 1 for r in wanted):
             raise ValueError(f"invalid ranges for a lease, which has at least one sample: {wanted}")
         frontier = max(self._frontier, wanted[-1].end)
-        free = _joined([*self._returned, Range(self._frontier, frontier - self._frontier)])
+        free = _joined([*self._released, Range(self._frontier, frontier - self._frontier)])
         left = _without(free, wanted)
         if left is None:
             return False
-        self._frontier, self._returned = frontier, left
+        self._frontier, self._released = frontier, left
         self._held.setdefault(holder, {})[step] = wanted
         return True
 
-    def settle(self, holder: str, step: int) -> list[Range]:
-        """Settle the lease of a committed step: its samples will never be granted again."""
+    def commit(self, holder: str, step: int) -> list[Range]:
+        """Commit the lease of a step: its samples will never be granted again."""
         if step not in self._held.get(holder, {}):
-            raise ValueError(f"'{holder}' has no lease for step {step}: it was settled or given back before")
+            raise ValueError(f"'{holder}' has no lease for step {step}: it was committed or released before")
         return self._take(holder, step)
 
     def shorten(self, holder: str, step: int, count: int) -> list[Range]:
-        """Keep the first `count` samples of a lease, in its order. Return the others, to be granted again."""
+        """Keep the first `count` samples of a lease, in its order. Release and return the others."""
         ranges = self._take(holder, step)
         kept, rest = [], []
         for part in ranges:
@@ -105,45 +104,42 @@ class Leases:
             kept.append(Range(part.start, here))
             rest.append(Range(part.start + here, part.count - here))
         self._held.setdefault(holder, {})[step] = [part for part in kept if part.count]
-        self._returned = _joined([*self._returned, *rest])
-        self._fold()
+        self._released = _joined([*self._released, *rest])
+        self._compact()
         return _joined(rest)
 
-    def give_back(self, holder: str, step: int | None = None) -> list[Range]:
-        """Return the samples of this lease (None: of all leases of the holder) to be granted again."""
+    def release(self, holder: str, step: int | None = None) -> list[Range]:
+        """Release the samples of this lease (None: of all leases of the holder): they are granted again."""
         held = self._held.get(holder, {})
         steps = [s for s in sorted(held) if step in (None, s)]
-        given = _joined(r for s in steps for r in self._take(holder, s))
-        self._returned = _joined([*self._returned, *given])
-        self._fold()
-        return given
+        freed = _joined(r for s in steps for r in self._take(holder, s))
+        self._released = _joined([*self._released, *freed])
+        self._compact()
+        return freed
 
-    def set_aside(self, holder: str, step: int) -> list[Range]:
-        """Set aside the samples of a rejected gradient: they are not counted, and not granted again in this run."""
+    def quarantine(self, holder: str, step: int) -> list[Range]:
+        """Quarantine the samples of a rejected gradient: they are not counted, and not granted again by this server."""
         taken = self._take(holder, step) if step in self._held.get(holder, {}) else []
-        self._aside = _joined([*self._aside, *taken])
+        self._quarantined = _joined([*self._quarantined, *taken])
         return taken
 
-    def put_by(self, holder: str) -> None:
-        """Keep the leases of a holder that is late apart, until `take_up`."""
+    def park(self, holder: str) -> None:
+        """Keep the leases of a late holder separately, until `reclaim`."""
         if leases := self._held.pop(holder, {}):
-            self._held[f"{holder}{LATE}"] = leases
+            self._held[f"{holder}{PARKED}"] = leases
 
-    def take_up(self, holder: str, read: Mapping[int, int]) -> list[Range]:
-        """Return the samples of late leases, which `extend` grants again: as many of each step as were read.
-
-        All others of the holder are given back.
-        """
-        late = f"{holder}{LATE}"
-        for step, ranges in self.held(late).items():
+    def reclaim(self, holder: str, read: Mapping[int, int]) -> list[Range]:
+        """Take the samples that were read, for `prepend`: `read` has their number by step. Release the other parked leases."""
+        parked = f"{holder}{PARKED}"
+        for step, ranges in self.held(parked).items():
             if not read.get(step):
-                self.give_back(late, step)
+                self.release(parked, step)
             elif read[step] < sum(part.count for part in ranges):
-                self.shorten(late, step, read[step])
-        return _joined(r for step in list(self._held.get(late, {})) for r in self._take(late, step))
+                self.shorten(parked, step, read[step])
+        return _joined(r for step in list(self._held.get(parked, {})) for r in self._take(parked, step))
 
-    def extend(self, holder: str, step: int, ranges: Sequence[Range]) -> None:
-        """Put samples that `take_up` returned before those of the holder's lease for this step."""
+    def prepend(self, holder: str, step: int, ranges: Sequence[Range]) -> None:
+        """Put samples that `reclaim` returned before those of the holder's lease for this step."""
         leases = self._held.setdefault(holder, {})
         leases[step] = [*ranges, *leases.get(step, [])]
 
@@ -152,18 +148,18 @@ class Leases:
         return {step: list(ranges) for step, ranges in self._held.get(holder, {}).items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for JSON. `position`: nothing at or after it was settled; `holes`: what was not before it."""
+        """Return the state for JSON. `position`: nothing from it on is committed; `holes`: ranges before it that are not."""
         held = [r for leases in self._held.values() for ranges in leases.values() for r in ranges]
-        settled = Leases(position=self._frontier, returned=[*self._returned, *self._aside, *held])
-        return {"position": settled._frontier, "holes": [list(r) for r in settled._returned]}
+        committed = Leases(position=self._frontier, released=[*self._released, *self._quarantined, *held])
+        return {"position": committed._frontier, "holes": [list(r) for r in committed._released]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Leases:
         """Restore a saved state; that of a `ShardedSampler` has no holes."""
         holes = state.get("holes", [])
         if not isinstance(holes, list) or not all(isinstance(h, list | tuple) and len(h) == 2 for h in holes):
-            raise _nonsense(f"holes {holes!r} is not a list of [start, count]")
-        return cls(position=state.get("position", 0), returned=[Range(*hole) for hole in holes])
+            raise _invalid(f"holes {holes!r} is not a list of [start, count]")
+        return cls(position=state.get("position", 0), released=[Range(*hole) for hole in holes])
 
     def _check_free(self, holder: str, step: int) -> None:
         if step in self._held.get(holder, {}):
@@ -176,10 +172,10 @@ class Leases:
             del self._held[holder]
         return ranges
 
-    def _fold(self) -> None:
-        """Lower the frontier past ranges returned at its end."""
-        if self._returned and self._returned[-1].end == self._frontier:
-            self._frontier = self._returned.pop().start
+    def _compact(self) -> None:
+        """Lower the frontier past ranges released at its end."""
+        if self._released and self._released[-1].end == self._frontier:
+            self._frontier = self._released.pop().start
 
 
 def indices(sampler: Sampler, ranges: Iterable[Range | Sequence[int]]) -> Indices:
@@ -204,22 +200,22 @@ def _without(free: Sequence[Range], wanted: Sequence[Range]) -> list[Range] | No
         index = next((i for i, r in enumerate(left) if r.start <= part.start and part.end <= r.end), None)
         if index is None:
             return None
-        whole = left[index]
-        pieces = Range(whole.start, part.start - whole.start), Range(part.end, whole.end - part.end)
-        left[index : index + 1] = [r for r in pieces if r.count]
+        span = left[index]
+        rest = Range(span.start, part.start - span.start), Range(part.end, span.end - part.end)
+        left[index : index + 1] = [r for r in rest if r.count]
     return left
 
 
 def _check(position: int, holes: Sequence[Range]) -> None:
     for number in (position, *(n for hole in holes for n in hole)):
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < _LIMIT:
-            raise _nonsense(f"{number!r} is not a position or a count")
+            raise _invalid(f"{number!r} is not a position or a count")
     end = 0
     for hole in sorted(holes):
         if hole.count < 1 or hole.start < end or hole.end > position:
-            raise _nonsense(f"the hole {list(hole)} is empty, overlaps another or lies beyond position {position}")
+            raise _invalid(f"the hole {list(hole)} is empty, overlaps another or lies beyond position {position}")
         end = hole.end
 
 
-def _nonsense(what: str) -> UserError:
+def _invalid(what: str) -> UserError:
     return UserError(f"the saved data position is invalid: {what}; resume from another checkpoint")

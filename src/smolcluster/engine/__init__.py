@@ -5,10 +5,10 @@ role.py            base of every process of a run: log, observer, task, checkpoi
 worker.py          a rank of the mesh plane; elastic/: server and workers of the elastic plane
 process/           entry points of these processes
 checkpoint/        what is saved, and how it becomes durable
-reader.py          the samples of a step; alone.py: those of a worker whose link is down
+reader.py          the samples of a step; alone.py: those of a worker without a link
 evaluate.py        metrics on the validation set; best.py: the best checkpoint
 record.py          metric rows and the final report; step_clock.py, summary.py, profiler.py: their parts
-run_dir.py         the run directory; run_length.py: how many steps
-spec.py, channel.py, identity.py    what a process is started with, told later, and is called
+run_dir.py         the run directory; run_length.py: the number of steps
+spec.py, channel.py, identity.py    the specification of a process, its control channel, its identity
 checks.py, trial.py, link_preset.py    before step 1
 """

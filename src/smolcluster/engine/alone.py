@@ -1,10 +1,10 @@
-"""Training without the coordinator: the samples that a worker reads while its link is down, and for how many steps.
+"""Training without the coordinator: the samples that a worker reads while its link is down, and the limit on its steps.
 
-    link lost        the round under way is set aside; training continues from its weights, one step at a time
+    link lost        the current round becomes late work; training continues from its weights, one step at a time
     link back        JOIN with the last common anchor. The distance from it goes to the error buffer, as that of a late round
 
-The samples are from a part of the stream that is never leased: they are in no epoch's count, and others may read them too.
-The log reports their number.
+The samples are from a part of the stream that is never leased: no epoch counts them, and others may read them too. The log
+reports their number.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Alone:
 
     def begin(self) -> None:
         self._first, self._began, self._waits = self._replica.updates, self._position, False
-        log.warning("without the coordinator training goes on alone, for at most %d steps", self._most_steps)
+        log.warning("the link to the coordinator is lost: training alone, for at most %d steps", self._most_steps)
 
     def lease(self) -> Lease | None:
-        """Return the samples of the next step; None: it has to wait."""
+        """Return the samples of the next step; None: wait for the coordinator."""
         step = self._replica.updates + 1
         if step - self._first > self._most_steps or step >= self._context.total_steps:
             if not self._waits:
-                log.warning("%d steps were taken alone: waiting for the coordinator", step - 1 - self._first)
+                log.warning("%d steps were taken without the coordinator: waiting for it", step - 1 - self._first)
             self._waits = True
             return None
         lease = Lease(step, ((self._position, self.batch),))
@@ -50,4 +50,8 @@ class Alone:
 
     def end(self) -> None:
         steps, samples = self._replica.updates - self._first, self._position - self._began
-        log.warning("back after %d steps alone; their %d samples are in no epoch's count", steps, samples)
+        log.warning(
+            "the link to the coordinator is back after %d steps alone; their %d samples count in no epoch",
+            steps,
+            samples,
+        )

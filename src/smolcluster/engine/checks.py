@@ -33,14 +33,14 @@ def batch_size_on(config: Config, host: str) -> int:
 
 
 def is_automatic(config: Config, host: str, *, otherwise: bool) -> bool:
-    """Return whether the batch size of this host follows its speed; `otherwise`: where the configuration does not name it."""
+    """Return whether the batch size of this host is automatic; `otherwise`: the answer for a host that is not configured."""
     sizes = config.cluster.batch_size
     own = sizes if isinstance(sizes, str) else sizes.get(host)
     return otherwise if own is None else own == "auto"
 
 
 def check_balance(config: Config, options: Options) -> None:
-    """Raise UserError where both the steps and the batch of a machine would follow its speed."""
+    """Raise UserError if both the steps and the batch of a machine would depend on its speed."""
     said = config.cluster.batch_size
     equal_time = isinstance(options, RoundOptions) and options.equal_time
     if equal_time and "auto" in ([said] if isinstance(said, str) else said.values()):
@@ -90,13 +90,15 @@ def check_same_config(
 ) -> None:
     """Raise UserError for the first key in which ranks started by hand differ. `own` keys and sections may differ."""
     for name, theirs, ours in differences(first, mine, own=own):
-        raise UserError(f"{name} is {ours} on rank {rank} and {theirs} on {first_is}; start all ranks alike")
+        raise UserError(
+            f"{name} is {ours} on rank {rank} and {theirs} on {first_is}; start all ranks with the same settings"
+        )
 
 
 def differences(
     first: Mapping[str, Any], second: Mapping[str, Any], *, own: Collection[str] = (), path: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the name and both values, as text, of each key of `first` that is another in `second`."""
+    """Yield the name and both values, as text, of each key of `first` that differs in `second`."""
     for key, value in first.items():
         name, other = f"{path}{key}", second.get(key)
         if name in own:
@@ -115,7 +117,7 @@ def describe_resume(step: int, *, info: Mapping[str, Any], config: Config, dropp
     """
     extra = f"; {dropped_rows} rows logged after it are dropped" if dropped_rows else ""
     saved, now = info.get("settings", {}), settings_of(config)
-    if saved.get("strategy", {}).get("name") != now["strategy"]["name"]:  # the options of two strategies are not alike
+    if saved.get("strategy", {}).get("name") != now["strategy"]["name"]:  # two strategies have different options
         saved = saved and {**saved, "strategy": {"name": saved["strategy"]["name"]}}
     if changes := [f"{name} {value} (was {was})" for name, was, value in differences(saved, now)]:
         extra += f"; not as in the checkpoint: {', '.join(changes)}"

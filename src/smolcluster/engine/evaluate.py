@@ -44,7 +44,7 @@ def evaluate(
     num_samples = min(len(data), samples or len(data))
     num_batches = math.ceil(num_samples / batch_size)
     numbers = list(range(share.index, num_batches, share.count))
-    if share.lockstep:  # ranks without a batch take part in one that does not count
+    if share.lockstep:  # ranks without a batch compute one that does not count
         numbers += [num_batches] * (math.ceil(num_batches / share.count) - len(numbers))
     sums: dict[str, tuple[float, float]] = {}  # by name: values times weights, and weights
     model.eval()

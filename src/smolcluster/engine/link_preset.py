@@ -5,7 +5,7 @@ steps for models that such machines train; below it costs more than computing, a
 workers are on one machine nothing is measured and no preset is used. On the elastic plane rounds keep the length that they have
 without a preset: the coordinator is made before a worker can be measured.
 
-The pick is recorded in `link.json` of the run directory: a resumed run keeps it.
+The choice is recorded in `link.json` of the run directory: a resumed run keeps it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 
 LAN_MBIT_S = 50.0
-PATIENCE_S = 60.0  # to wait for the remaining workers, after the first was measured
+MEASURE_TIMEOUT_S = 60.0  # for the remaining workers, after the first was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,15 @@ def pick_by_workers(
     `use` returns the configuration with the pick, for the plan.
     """
 
-    def settle(pick: LinkPick) -> None:
+    def use_once(pick: LinkPick) -> None:
         roster.plan = {**roster.plan, "config": public_dict(use(pick))}
 
     if found is not None or is_loopback(host):  # only processes of this machine can connect
-        settle(found or pick_preset(None))
+        use_once(found or pick_preset(None))
         return
     roster.allow(Kind.STATE, most_bytes=MOST_BYTES)
-    roster.probe = LinkProbe(expected=expected, patience_s=PATIENCE_S)
-    roster.on_speed = lambda speed: settle(pick_preset(speed))
+    roster.probe = LinkProbe(expected=expected, patience_s=MEASURE_TIMEOUT_S)
+    roster.on_speed = lambda speed: use_once(pick_preset(speed))
 
 
 def on_one_machine(spec: WorkerSpec) -> bool:

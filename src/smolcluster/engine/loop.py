@@ -72,7 +72,7 @@ class Loop:
         while (work := self._reader.next(self.step)) is not None:
             step, before = work[0], self.step
             report = self._step(*work)
-            # When asked to stop, save and leave without an evaluation, which may take long.
+            # On a stop request save and leave without an evaluation, which may take long.
             last, over = step == total, step == total or report.stop
             evaluated = self._val_data is not None and (last or (due(step, self._config.eval_steps) and not over))
             logged = evaluated or over or first or self._row_is_due(step, before)
@@ -105,7 +105,7 @@ class Loop:
 
     def _step(self, step: int, indices: Indices) -> StepReport:
         # Random numbers follow from (seed, step, data shard) while the batch is read and from (seed, step, stream) after it: a
-        # resumed run repeats them, and ranks that share a data shard augment its samples alike.
+        # resumed run repeats them, and ranks that share a data shard augment its samples identically.
         seat, repeat = self.context.seat, [self._reader.repeat] if self._reader.repeat else []
         self._seed(step, "data", seat.rank if seat.shard is None else seat.shard, *repeat)
         batch = self._read(step, indices)
@@ -187,14 +187,14 @@ class Loop:
             )
             self.context.warn(f"{what} had NaN or infinite values, at step {step} or shortly before")
 
-    # Checkpoints. Every rank asks for the state; the lead rank copies and writes it, and what each rank has of its own.
-    # Together, every rank has a part of it, which it copies and writes itself.
+    # Checkpoints. Every rank calls `state`; the lead rank copies and writes it, with the local state of each rank.
+    # In a sharded save every rank copies and writes its part.
 
     def _state(self) -> State:
         return self.strategy.state("rank" if self._saves_parts else "run")
 
     def _reserve(self) -> None:
-        """Allocate the copy of the state beside training, so that the first save stalls no longer than others."""
+        """Allocate the copy of the state in the background, so that the first save stalls no longer than others."""
         if self._config.checkpoint_steps != 0:
             state, saver = self._state(), self.record.saver
             if saver is not None:
@@ -216,7 +216,7 @@ class Loop:
         saver.submit(snapshot, best=best, final=final, stall_s=time.perf_counter() - started)
 
     def _agree(self, broken: str | None) -> str | None:
-        """Return what any rank found broken, where every rank writes a part."""
+        """Return the name of a broken tensor on any rank, where every rank writes a part."""
         return next(filter(None, gather_json(self.context.group, broken)), None) if self._saves_parts else broken
 
     def _extra(self, state: State) -> dict[str, Tensor]:

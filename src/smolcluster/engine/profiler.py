@@ -6,7 +6,7 @@ For the chosen steps and ranks, in `profile/` of the run directory:
                             TensorBoard's profiler
     rank0.txt               the operators that took longest
 
-and one line on the screen for each of these ranks: how much of a step was computing, how much waiting for others.
+and one line on the screen for each of these ranks: the share of computing and the share of waiting for others.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def steps_of(text: str) -> range:
 
 class Profiler:
     def __init__(
-        self, steps: range, folder: Path, *, rank: int, device: torch.device, tell: Callable[[str], None]
+        self, steps: range, folder: Path, *, rank: int, device: torch.device, notify: Callable[[str], None]
     ) -> None:
-        self._steps, self._folder, self._rank, self._device, self._tell = steps, folder, rank, device, tell
+        self._steps, self._folder, self._rank, self._device, self._notify = steps, folder, rank, device, notify
         self._profile: profile | None = None
         self._spans: list[tuple[Span, Span | None]] = []
         self._began: Span | None = None
@@ -80,7 +80,7 @@ class Profiler:
         whole = max(sum(spent.values()), 1)
         named = ", ".join(f"{key} {spent[key] / whole:.0%}" for key in top)
         count = len(self._spans)
-        self._tell(
+        self._notify(
             f"profile of {count} step{'s' * (count > 1)}: {1e3 * total / count:.1f} ms a step, "
             f"{1 - waited / total:.0%} computing, {waited / total:.0%} waiting for others; most: {named}; {trace}"
         )

@@ -19,7 +19,7 @@ from smolcluster.data.sampler import Indices, Sampler, ShardedSampler
 
 
 class Reader(Protocol):
-    repeat: int  # how many earlier steps of this round have the same number
+    repeat: int  # the number of earlier steps of this round with the same number
 
     def next(self, done: int) -> tuple[int, Indices] | None:
         """Return the next step after `done` and its samples; None when the run is over."""
@@ -50,7 +50,7 @@ class LeaseReader:
         self._done = 0  # steps of that round
         self.taken = 0  # the last step begun
         self.repeat = 0
-        self.stopped = False  # this worker was asked to stop
+        self.stopped = False  # a stop was requested
 
     @property
     def in_round(self) -> bool:
@@ -71,7 +71,7 @@ class LeaseReader:
         return step, samples
 
     def _is_late(self) -> bool:
-        """Return whether another step after this one would end too late, by the time of those before."""
+        """Return whether another step would end after the deadline, estimated from the earlier ones."""
         most_s, passed_s = self._round.most_s, self._clock() - self._began
         return self._done > 0 and passed_s * (self._done + 2) > most_s * self._done
 

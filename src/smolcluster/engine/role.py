@@ -24,7 +24,7 @@ from smolcluster.config.strategies import record_of
 from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.channel import ControlChannel
 from smolcluster.engine.checkpoint.async_saver import Saver, Store
-from smolcluster.engine.checkpoint.snapshot import Snapshot, check_compatible, check_whole
+from smolcluster.engine.checkpoint.snapshot import Snapshot, check_compatible, check_complete
 from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.checkpoint.tokenizer_files import check_tokenizer
 from smolcluster.engine.checks import Room, check_balance, check_disk_space, check_memory, describe_resume
@@ -100,7 +100,7 @@ class Role(ABC):
         if self.config.logging.loki_url is not None:
             from smolcluster.observe.loki import endpoint_of
 
-            endpoint_of(self.config.logging.loki_url)  # report mistakes early
+            endpoint_of(self.config.logging.loki_url)  # report errors early
         if self.config.logging.prometheus_port:
             import smolcluster.observe.prometheus  # noqa: F401 - report a missing package early
         share_cores(self.spec.local_world_size)
@@ -109,7 +109,7 @@ class Role(ABC):
         self.strategy_class = find_strategy(self.config.strategy.name, self.spec.plane, self.options)
         check_balance(self.config, self.options)
         if self.config.training.profile is not None:
-            steps_of(self.config.training.profile)  # report mistakes early
+            steps_of(self.config.training.profile)  # report errors early
             if self.spec.plane == "elastic" and lead:
                 self._warn("training.profile has no effect on the elastic plane")
         if ignored and lead:
@@ -126,7 +126,7 @@ class Role(ABC):
             record_pick(pick, self.run_dir.link)
             text = pick.describe(strategy.name)
             log.info("%s", text)
-            self._tell(text)
+            self._notify(text)
         return self.config
 
     def _load_task(self) -> None:
@@ -144,7 +144,7 @@ class Role(ABC):
                 model = self.task.model()
                 shape = Shape.of(model, self.config.training)
         except Exception as error:  # user code may need real numbers
-            log.debug("the model cannot be built without memory, so it is not known how much it needs", exc_info=error)
+            log.debug("the model cannot be built on fake tensors, so its memory is not estimated", exc_info=error)
             return
         # Count only what is certain, so that no feasible run is refused.
         if type(self.task).optimizer is not Task.optimizer:
@@ -216,19 +216,19 @@ class Role(ABC):
         """Raise UserError for a checkpoint of another model or tokenizer, or without optimizer state that it needs."""
         check_tokenizer(found.info, self.task)
         check_compatible(found, replica.layout)
-        check_whole(found, replica)
+        check_complete(found, replica)
 
     def _go_back_to(self, step: int, info: Mapping[str, Any], *, saves: bool) -> None:
         """Drop the rows and move aside the checkpoints after the step of a checkpoint, and report it."""
         dropped = truncate_metrics(self.run_dir.metrics, after_step=step)
         if saves:
-            self.store.set_aside_after(step)
-        self._tell(describe_resume(step, info=info, config=self.config, dropped_rows=dropped))
+            self.store.move_aside_after(step)
+        self._notify(describe_resume(step, info=info, config=self.config, dropped_rows=dropped))
 
     # Reporting
 
-    def _tell(self, text: str) -> None:
-        """Show a message that is no warning."""
+    def _notify(self, text: str) -> None:
+        """Show a message that is not a warning."""
         self.observer.emit(
             Notice(level="INFO", message=text, rank=self.spec.rank if self.spec.role == "worker" else None)
         )
@@ -251,7 +251,7 @@ class Role(ABC):
             self.run_dir.path / "profile",
             rank=rank,
             device=self.device,
-            tell=self._tell,
+            notify=self._notify,
         )
 
     def _started_event(self, strategy: Strategy[Options], *, rank: int, world_size: int, **fields: Any) -> RunStarted:

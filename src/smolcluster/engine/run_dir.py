@@ -39,7 +39,7 @@ class RunDir:
     tokenizer = _Inside("tokenizer")  # copies of its files and the chat template, where it has files
     logs = _Inside("logs")
     journal = _Inside("journal")  # of a server's committed steps; removed when the run finishes
-    own = _Inside("own")  # state that elastic workers keep on their own machines
+    own = _Inside("own")  # local state of elastic workers, on their machines
     history = _Inside("history.jsonl")
     run_id = _Inside("run-id")
     link = _Inside("link.json")  # the preset that was picked by the measured link
@@ -178,7 +178,7 @@ class RunDir:
             file.write(text)
 
     def _take_back(self, config_before: tuple[bytes, int] | None) -> None:
-        """Restore the earlier configuration with its modification time: a newer time would mean that the run was resumed."""
+        """Restore the earlier configuration with its modification time: a newer time would look like a resumed run."""
         with contextlib.suppress(OSError):
             if config_before is not None:
                 text, when = config_before
@@ -219,7 +219,7 @@ class Resume:
 def find_resume(resume: str, *, run_dir: Path | None) -> Resume | None:
     """Return what `--resume` names: `latest` (in --run-dir, or of the newest run here), a run directory, or a checkpoint.
 
-    `auto` names the run in --run-dir. None: it ended before it saved anything, or was never started, and starts at step 0.
+    `auto` names the run in --run-dir. None: the run was never started or ended before it saved anything, and starts at step 0.
     """
     if resume == "auto":
         if run_dir is None:

@@ -43,7 +43,7 @@ class StepClock:
         self._began = time.perf_counter()
 
     def add(self, report: StepReport, *, step_s: float, steps: int = 1) -> None:
-        """`steps`: how many steps of the run this report covers; several for a round of local steps."""
+        """`steps`: the number of steps of the run that this report covers; several for a round of local steps."""
         self._report = report
         if report.grad_norm is not None:
             self._norm = report.grad_norm

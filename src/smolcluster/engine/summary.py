@@ -1,4 +1,4 @@
-"""summary.json: what a run came to. Nothing here imports torch."""
+"""summary.json: the results of a run. Nothing here imports torch."""
 
 from __future__ import annotations
 

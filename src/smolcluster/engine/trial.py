@@ -1,6 +1,6 @@
 """A trial of the user's code before step 1: one training batch, one validation batch and the sample.
 
-A mistake in `metrics` would otherwise show only at the first evaluation, one in `sample` at the end of the run. The code runs
+An error in `metrics` would otherwise show only at the first evaluation, one in `sample` at the end of the run. The code runs
 on a copy of the task and of the model, and random states are restored. Code of this package is not tried.
 
     parameters of more than 2 GiB                          no check: the copy may not fit
@@ -57,7 +57,7 @@ def needs_trial(task: Task) -> bool:
 def try_task(
     task: Task, strategy: Strategy[Options], *, train_data: Dataset, val_data: Dataset | None, batch_size: int
 ) -> str | None:
-    """Run the task's code once. Raises UserError for a mistake; returns a warning or None."""
+    """Run the task's code once. Raises UserError for an error in it; returns a warning or None."""
     device, training = strategy.context.device, task.config.training
     with unchanged_random_states(device):
         if 4 * strategy.replica.num_parameters > TRIAL_BYTES:

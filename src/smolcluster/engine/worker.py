@@ -98,7 +98,7 @@ class Worker(Role):
             self.saver.close()
         return self._finish()
 
-    # Before any other rank is needed, so that mistakes are reported early.
+    # Before any other rank is needed, so that errors are reported early.
 
     def _prepare(self) -> None:
         spec, training = self.spec, self.config.training
@@ -109,7 +109,7 @@ class Worker(Role):
             Node(
                 name=hosts[r] if r < len(hosts) else spec.host,
                 batch_size=batch_size_of(self.config, r),
-                # Without a cluster file, assume that all machines have as many ranks as this one.
+                # Without a cluster file, assume that all machines have the same number of ranks.
                 machine=hosts[r] if r < len(hosts) else f"machine {r // spec.local_world_size}",
             )
             for r in range(spec.world_size)
@@ -164,7 +164,7 @@ class Worker(Role):
             self.watch = LivenessMonitor(self.group, self.spec.master_addr, name=self.spec.host, on_lost=self._give_up)
         except OSError as error:
             self._warn(
-                f"failure detection between ranks is off ({error}): a dead rank is only noticed at the backend's timeout"
+                f"failure detection between ranks is off ({error}): a dead rank is only noticed at the timeout of the backend"
             )
 
     def _give_up(self, message: str) -> None:
@@ -258,7 +258,7 @@ class Worker(Role):
             warn=self._warn,
             draw=self._set_drawing,
             example=lambda count: self.train_data.batch(np.arange(count)),
-            tell=self._tell,
+            notify=self._notify,
         )
         strategy = self.strategy_class(self.options, self.context)
         strategy.setup(self.task)
@@ -454,4 +454,4 @@ class Worker(Role):
         except OSError as error:  # the run has finished all the same
             self._warn(f"{picture} could not be drawn: {error.strerror or error}")
             return
-        self._tell(f"{picture}: {drawing.caption}")
+        self._notify(f"{picture}: {drawing.caption}")

@@ -1,4 +1,4 @@
-"""How the ranks of a mesh are numbered.
+"""The numbering of ranks on a mesh.
 
 rank = ((pp * dp + dp) * cp + cp) * tp + tp
 
@@ -9,7 +9,7 @@ dp        nothing; each has its own data shard        gradients
 pp        a data shard; each has some of the layers   activations between neighbours
 
 The `data` ranks, along dp and cp, hold the same parameters, or shards of them: data = replicas x shards, where the shards of a
-replica make up the whole and replicas hold the same shards.
+replica make up the complete model and replicas hold the same shards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Axes:
     pp: int = 1
     replicas: int = 1
     shards: int = 1
-    cp: int = 1  # of the replicas x shards, so many have the same samples
+    cp: int = 1  # number of ranks, out of replicas x shards, with the same samples
     tp: int = 1
 
     @property
@@ -60,8 +60,8 @@ class Axes:
             groups.setdefault(tuple(v for k, v in coords.items() if k not in along), []).append(rank)
         return list(groups.values())
 
-    def seats(self, nodes: Sequence[Node], *, alike: bool) -> list[Seat]:
-        """Return the seat of each node. `alike`: ranks along tp share a random stream."""
+    def seats(self, nodes: Sequence[Node], *, same_stream: bool) -> list[Seat]:
+        """Return the seat of each node. `same_stream`: ranks along tp share a random stream."""
         seats = []
         for rank, node in enumerate(nodes):
             coords = self.coords(rank)
@@ -78,7 +78,7 @@ class Axes:
                     machine=node.machine,
                     coords=coords,
                     shard=coords["dp"],
-                    stream=self.rank(**coords | {"tp": 0}) if alike else rank,
+                    stream=self.rank(**coords | {"tp": 0}) if same_stream else rank,
                 )
             )
         return seats
@@ -102,7 +102,7 @@ def ranks_per_machine(
     use: str = "HYBRID_SHARD shards the model inside each machine",
     option: str = "strategy.shard_size",
 ) -> int:
-    """Return how many consecutive ranks of each line share a machine.
+    """Return the number of consecutive ranks of each line that share a machine.
 
     Raises UserError where the numbers differ, with what they are for (`use`) and the `option` that replaces them.
     """

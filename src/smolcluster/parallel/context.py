@@ -1,12 +1,12 @@
-"""Context parallel: each rank of the axis has a part of every sequence, for sequences too long for one.
+"""Context parallel: each rank of the axis has a part of every sequence, for sequences too long for one rank.
 
     rank c of C has tokens c T/C to (c+1) T/C of each sequence, at their own positions
-    in each attention:  all-gather the keys and values of all parts; queries attend to those up to the last own token
+    in each attention:  all-gather the keys and values of all parts; queries attend to those up to the last token of this rank
     backward:           reduce-scatter their gradients
     loss:               the mean over all tokens: the mean of each part times its share of the targets, added up
     gradients:          summed over the axis together with the data shards
 
-It is exact. A rank keeps 1/C of the activations; keys and values are whole, for one layer at a time. Later parts attend
+It is exact. A rank keeps 1/C of the activations; keys and values are complete, for one layer at a time. Later parts attend
 to more tokens, so the ranks are not equally busy in attention.
 
 Bytes per step, sent and received each, for L layers and K bytes of keys and values of a whole batch: 2 L (C-1)/C K, forward and

@@ -45,7 +45,7 @@ def summed_by_workers(
 def gathered_by_workers(
     options: ExchangeOptions, nodes: Sequence[Node], shape: Shape | None, *, senders: bool = False
 ) -> Placement:
-    """A whole model on every node; what each contributes goes encoded to all others (`comm/gathered_mean.py`).
+    """Plan a whole model on every node; contributions go encoded to all others (`comm/gathered_mean.py`).
 
     `senders`: a number is averaged over those that sent it, who are counted.
     """

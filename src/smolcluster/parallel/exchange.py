@@ -19,8 +19,8 @@ from smolcluster.parallel.owned_buckets import OwnedBuckets, rounded_to
 
 
 class GradientExchange:
-    loss_weight = 1.0  # what the loss is multiplied by before backward
-    copies = 1  # how many data shards hold the same gradients after `finish`
+    loss_weight = 1.0  # factor of the loss before backward
+    copies = 1  # number of data shards with the same gradients after `finish`
 
     def __init__(
         self,

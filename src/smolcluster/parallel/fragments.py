@@ -13,8 +13,8 @@ from smolcluster.errors import UserError
 def deal(sizes: Mapping[str, int], count: int) -> list[list[int]]:
     """Return the places of the parameters in each fragment. `sizes`: numbers in each parameter, by its name, in order.
 
-    Layer l, as in `blocks.l.mlp.up.weight`, is in fragment l % count. What is in no layer goes, the largest first, to the
-    fragment that has least. Layers are counted as they come, so that those without parameters leave no gaps.
+    Layer l, as in `blocks.l.mlp.up.weight`, is in fragment l % count. Parameters outside of layers go, the
+    largest first, to the smallest fragment. Layers are counted as they come, so that those without parameters leave no gaps.
     """
     if count == 1:
         return [list(range(len(sizes)))]

@@ -132,7 +132,7 @@ class SameBlocks:
     place of another's.
 
     So in the first step ranks compare, before each block and when the model has returned, which one comes next. After that
-    each keeps to its own first step: a rank that is about to leave it ends the run.
+    each rank repeats the order of its first step: a rank that is about to deviate from it ends the run.
     """
 
     def __init__(self, group: Group, stage: int) -> None:

@@ -106,7 +106,7 @@ class OwnedSum(Combination):
             by_name.setdefault(key.split("/", 1)[1], []).append(key)
 
         def holds(place: int, j: int) -> bool:
-            """Return whether the member now at `place` has the state of parameter j from the former view."""
+            """Return whether the member now at `place` has the state of parameter j from the previous view."""
             former = had.get(instances[place])
             return former is not None and before[j] in (former, backed_up_by(former, len(holders)))
 

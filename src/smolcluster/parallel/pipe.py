@@ -268,14 +268,14 @@ class Pipe:
             stages = [self._stage(model, index) for index in range(len(self.cut.layers))]
             states = [everything_in(stage) for stage in stages]
         with FakeTensorMode(), autocast(self._task.config.training.precision, device):
-            found = [inputs_of(self._task, tree_map_only(Tensor, _alike, part))]
+            found = [inputs_of(self._task, tree_map_only(Tensor, _allocate_like, part))]
             for stage, state in zip(stages, states, strict=True):
                 used = self._used_in(stage)
                 tensors = {n: torch.empty(t.shape, dtype=used[n], device=device) for n, t in state.items()}
                 found.append(as_tuple(functional_call(stage, tensors, found[-1], tie_weights=False)))
         first = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in found[0])
-        between = [tuple(_travelling(t, shards) for t in tensors) for tensors in found[1:-1]]
-        return [first, *between, tuple(_travelling(t, 1) for t in found[-1])]
+        between = [tuple(_as_sent(t, shards) for t in tensors) for tensors in found[1:-1]]
+        return [first, *between, tuple(_as_sent(t, 1) for t in found[-1])]
 
     # Drawing one step
 
@@ -352,11 +352,11 @@ def _no_view(output: Tensor) -> Tensor:
     return output.clone() if output._is_view() else output
 
 
-def _alike(tensor: Tensor) -> Tensor:
+def _allocate_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _travelling(tensor: Tensor, shards: int) -> Tensor:
+def _as_sent(tensor: Tensor, shards: int) -> Tensor:
     """Return the tensor as it is sent between stages: cut along the sequence, with a gradient."""
     shape = list(tensor.shape)
     if shards > 1:

@@ -24,7 +24,7 @@ class Node:
     name: str
     batch_size: int = 1
     machine: str = ""  # the machine it is on; empty: its own, with the name of the node
-    stays: bool = True  # False on the elastic plane: it may leave
+    stays: bool = True  # False on the elastic plane, where it may leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Seat:
 
 
 class Rank(Protocol):
-    """What a part of a model needs to know of its process and of the others."""
+    """The process of a part of a model, and its peers."""
 
     config: Config
     seat: Seat
@@ -54,9 +54,9 @@ class Rank(Protocol):
         """Samples of a micro-batch, by data shard."""
 
     def example(self, count: int, /) -> Any:
-        """Return a batch of so many samples, for measurements."""
+        """Return a batch of this many samples, for measurements."""
 
-    def tell(self, text: str, /) -> None: ...
+    def notify(self, text: str, /) -> None: ...
 
     def draw(self, drawing: Drawing, /) -> None: ...
 
@@ -93,7 +93,7 @@ class Shape:
         return self.parameters * self.bytes_per_parameter
 
     def optimizer_bytes(self, parameter_bytes: int) -> int:
-        """Return the bytes of optimizer state for so many bytes of parameters."""
+        """Return the bytes of optimizer state for this many bytes of parameters."""
         return round(parameter_bytes * self.optimizer_states)
 
 

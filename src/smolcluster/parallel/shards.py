@@ -1,8 +1,8 @@
 """The ownership of parameters: a pure function of their sizes and the number of members.
 
 Whole parameters are assigned, so that optimizers that treat them one by one stay exact. The largest go first, each to the
-member that owns least so far. The backup of a member is the next one: it keeps a second copy of the optimizer state of that
-owner, so that the loss of one member loses nothing.
+member that owns the fewest elements so far. The backup of a member is the next one: it keeps a second copy of the optimizer
+state of that owner, so that the loss of one member loses nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def owners(sizes: Sequence[int], members: int) -> list[int]:
 
 
 def backup_of(place: int, members: int) -> int:
-    """Return the member that backs up the one at `place`; itself where it is alone."""
+    """Return the member that backs up the one at `place`; itself if it is alone."""
     return (place + 1) % members
 
 
@@ -32,9 +32,9 @@ def backed_up_by(place: int, members: int) -> int:
 
 
 def providers(established: Sequence[str | None]) -> list[str]:
-    """Return, for each place of a former view, the instance that still holds what its owner held: itself or its backup.
+    """Return, for each place of the previous view, the instance that still holds the state of its owner: itself or its backup.
 
-    Raises LookupError when both are gone.
+    Raises LookupError when both are lost.
     """
     found = []
     for place, instance in enumerate(established):

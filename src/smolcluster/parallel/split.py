@@ -37,7 +37,7 @@ from smolcluster.parallel.stages import Layers, OutputStub, as_tuple, holders, i
 from smolcluster.tasks.base import Task
 
 REPEATS = 3
-USABLE = 0.9  # of the free memory: the rest is for what is not counted
+USABLE = 0.9  # share of the free memory; the rest is for what is not counted
 STATES = 4  # a weight, its gradient, two states of the optimizer
 
 
@@ -47,7 +47,7 @@ def share_layers(
     """Return the number of layers of each stage: at least one, in order, minimizing the time of the slowest stage.
 
     Stage s is on `ranks[s]`; layer l takes `seconds[rank][l]` there and `need[l]` bytes, of which each stage of a rank has its
-    equal part of `memory[rank]`. Among splits that are as fast, one whose stages are most alike. None: nothing fits.
+    equal part of `memory[rank]`. Among equally fast splits, one whose stages are most equal. None: nothing fits.
     """
     num_layers, num_stages = len(need), len(ranks)
     room = [memory[rank] / ranks.count(rank) for rank in ranks]
@@ -178,7 +178,7 @@ def measured_split(
         )
     if context.seat.rank == 0:
         each = ", ".join(f"{1e3 * sum(row) / len(row):.2g}" for row in seconds)
-        context.tell(f"layer_distribution: auto gives {counts}; a layer takes {each} ms on the ranks along pp")
+        context.notify(f"layer_distribution: auto gives {counts}; a layer takes {each} ms on the ranks along pp")
     return list(counts)
 
 

@@ -1,4 +1,4 @@
-"""Cutting a model into pipeline stages: which rank has which layers, and how layers are taken out of a model.
+"""Cutting a model into pipeline stages: the assignment of layers to ranks, and the extraction of layers from a model.
 
     nn.Sequential                       its children are the layers                       SequentialLayers
     Pipelined (models/protocols.py)     the model defines its layers                      DeclaredLayers
@@ -84,8 +84,8 @@ def evenly(num_layers: int, count: int) -> list[int]:
 def num_microbatches(options: PipelineOptions, batch_sizes: Collection[int], num_stages: int) -> int:
     """Return the number of micro-batches of a batch: the same for all parallel pipelines.
 
-    They may have unlike batch sizes, but where parameters are sharded along dp their ranks gather and reduce together, once per
-    micro-batch. Raises UserError where the schedule cannot run with as many.
+    They may have different batch sizes, but where parameters are sharded along dp their ranks gather and reduce together, once
+    per micro-batch. Raises UserError if the schedule cannot run with that number.
     """
     sizes, batch_size = sorted(set(batch_sizes)), math.gcd(*batch_sizes)
     one = len(sizes) == 1
@@ -95,7 +95,7 @@ def num_microbatches(options: PipelineOptions, batch_sizes: Collection[int], num
     ranks = num_stages // options.stages_per_rank if options.schedule in ("interleaved", "zero-bubble") else 0
 
     def in_rounds(count: int) -> bool:
-        """Micro-batches go through an interleaved pipeline in rounds of about as many as there are ranks."""
+        """Micro-batches go through an interleaved pipeline in rounds of about one per rank."""
         return ranks == 0 or count % max(1, count // ranks) == 0
 
     possible = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and in_rounds(m)]
@@ -104,7 +104,7 @@ def num_microbatches(options: PipelineOptions, batch_sizes: Collection[int], num
         raise UserError(f"strategy.num_microbatches = {given} does not divide {batch}; try {divisors(batch_size)}")
     if given is not None and not in_rounds(given):
         raise UserError(
-            f"strategy.num_microbatches = {given} cannot be dealt out in equal rounds of {ranks} or more, "
+            f"strategy.num_microbatches = {given} cannot be divided into equal rounds of {ranks} or more, "
             f"as {options.schedule} needs them; try {', '.join(map(str, possible))}"
         )
     count = max(m for m in possible if m <= 2 * num_stages) if given is None else given

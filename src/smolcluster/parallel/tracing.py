@@ -2,7 +2,7 @@
 
     trace       forward runs once on fake tensors; every module and function that it calls is recorded (torch.fx)
     cut         between two of these, where few tensors are needed later, all of them with a gradient and one row per sample
-    a layer     what lies between two cuts and has parameters; what has none stays with the layer before it
+    a layer     the steps between two cuts, with parameters; steps without any belong to the layer before
 
 A module whose own forward cannot be traced is one step of the chain: only the outermost forward must be. A condition on shapes
 is evaluated once; one on values cannot be traced. Uses of a shared weight stay in one layer.
@@ -23,7 +23,7 @@ from smolcluster.errors import UserError
 from smolcluster.parallel.stages import Layers, inputs_of
 from smolcluster.tasks.base import Task
 
-MOST = 3  # tensors that may cross a cut
+MAX_CROSSING = 3  # tensors that may cross a cut
 
 
 class _Tracer(fx.Tracer):
@@ -42,7 +42,7 @@ class _Tracer(fx.Tracer):
         with self._calls_recorded():
             output = self.root.forward(*places)
         if not isinstance(output, fx.Proxy) or not isinstance(output.node.meta["value"], Tensor):
-            raise ValueError("it returns something else than one tensor")
+            raise ValueError("it does not return exactly one tensor")
         self.create_node("output", "output", (output.node,), {})
         return self.graph
 
@@ -79,7 +79,7 @@ class _Tracer(fx.Tracer):
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
             assert isinstance(self.root, nn.Module)
             if not any(a is buffer for buffer in self.root.buffers()):
-                raise ValueError("it makes a tensor of its own; register that as a buffer")
+                raise ValueError("it creates a tensor; register that as a buffer")
         return super().create_arg(a)
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> fx.Node:
@@ -176,8 +176,8 @@ class TracedLayers(Layers):
         pieces = {}
         for mode, graph in self._graphs.items():
             places, steps, output = _parts(graph)
-            takes = places if start == 0 else on_their_way(graph, start)
-            gives = output.all_input_nodes if end == len(steps) else on_their_way(graph, end)
+            takes = places if start == 0 else live_at(graph, start)
+            gives = output.all_input_nodes if end == len(steps) else live_at(graph, end)
             pieces[mode] = (takes, steps[start:end], gives)
         return Segment(model, pieces)
 
@@ -189,7 +189,7 @@ def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], fx.Node]:
     return places, nodes[len(places) :], output
 
 
-def on_their_way(graph: fx.Graph, position: int) -> list[fx.Node]:
+def live_at(graph: fx.Graph, position: int) -> list[fx.Node]:
     """Return the values that are live at `position`."""
     places, steps, output = _parts(graph)
     later = {*steps[position:], output}
@@ -197,21 +197,21 @@ def on_their_way(graph: fx.Graph, position: int) -> list[fx.Node]:
 
 
 def find_cuts(graph: fx.Graph, model: nn.Module, num_samples: int, *, at_least: int) -> list[int]:
-    """Where layers begin, and the end of the last: at as few tensors as leave `at_least` layers, if any do."""
+    """Return the start of each layer, and the end of the last: cuts with the fewest tensors that give `at_least` layers."""
     _, steps, _ = _parts(graph)
     users: dict[int, list[int]] = {}  # of each weight: the steps that use it
     for number, node in enumerate(steps):
         for tensor in _weights(model, node):
             users.setdefault(id(tensor), []).append(number)
     weighted = sorted({number for numbers in users.values() for number in numbers})
-    crossing = [on_their_way(graph, position) for position in range(len(steps))]
+    crossing = [live_at(graph, position) for position in range(len(steps))]
     cuts = [0, len(steps)]
-    for most in range(1, MOST + 1):
-        places: dict[int, int] = {}  # by how many steps with weights lie before it: the last such place
+    for limit in range(1, MAX_CROSSING + 1):
+        places: dict[int, int] = {}  # by the number of steps with weights before it: the last such position
         for position in range(1, len(steps)):
             before = sum(number < position for number in weighted)
             apart = any(numbers[0] < position <= numbers[-1] for numbers in users.values())
-            travels = len(crossing[position]) <= most and all(_travels(n, num_samples) for n in crossing[position])
+            travels = len(crossing[position]) <= limit and all(_travels(n, num_samples) for n in crossing[position])
             if 0 < before < len(weighted) and not apart and travels:
                 places[before] = position
         cuts = [0, *places.values(), len(steps)]
@@ -248,10 +248,10 @@ def trace_layers(task: Task, example: Callable[[int], Any], *, at_least: int) ->
     except Exception as error:
         raise _refusal(model, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
     if str(learning) != str(other):
-        raise _refusal(model, "what it does depends on the number of samples")
+        raise _refusal(model, "its steps depend on the number of samples")
     kinds = [[(node.op, node.target) for node in graph.nodes] for graph in (learning, still)]
     if kinds[0] != kinds[1]:
-        raise _refusal(model, "it takes other steps in training than else")
+        raise _refusal(model, "its steps differ between training and evaluation")
     graphs = {True: learning, False: still}
     cuts = find_cuts(learning, model, 2, at_least=at_least)
     chain = TracedLayers(graphs, cuts)

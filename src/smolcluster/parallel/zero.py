@@ -1,6 +1,6 @@
-"""The formulas of ZeRO: what a rank holds and sends along the data axis, by stage. Tables: `fsdp.py`, `fsdp_sharded.py`.
+"""The formulas of ZeRO: memory and traffic of a rank along the data axis, by stage. Tables: `fsdp.py`, `fsdp_sharded.py`.
 
-Only on this axis the bytes do not depend on the samples.
+Bytes on the other axes depend on the samples.
 """
 
 from __future__ import annotations

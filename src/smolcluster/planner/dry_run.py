@@ -112,7 +112,7 @@ def describe_memory(workload: Workload, plane: str) -> list[str]:
 def _seat(seat: SeatMemory, way: Activations) -> str:
     who = "server" if seat.role == "server" else f"rank{'s' * (len(seat.ranks) > 1)} {ranges(seat.ranks)}"
     peak = seat.ways.get(way)
-    held = seat.states if peak is None else peak.each
+    held = seat.states if peak is None else peak.of_each_kind
     parts = [
         f"{size(held.parameters)} parameters",
         f"{size(held.gradients)} gradients",
@@ -121,7 +121,7 @@ def _seat(seat: SeatMemory, way: Activations) -> str:
     if held.other:
         parts.append(f"{size(held.other)} activations and buffers")
     line = f"{who}: {', '.join(parts)}; at most {size(seat.peak(way))} at a time"
-    if peak is not None and seat.start > peak.at.total:
+    if peak is not None and seat.start > peak.at_peak.total:
         line += ", while the model is built"
     if seat.role == "server":
         line += f"; journal: {size(seat.journal_step)} a step, up to {size(seat.journal_most)} of its disk"

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from smolcluster.compute.device import choose_device
-from smolcluster.compute.ledger import Held, Peak
+from smolcluster.compute.memory_tracker import MemoryUse, Peak
 from smolcluster.config.schema import Config, StrategyConfig
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.planner.candidates import ALONE, Choice
@@ -148,10 +148,12 @@ def to_plain(seen: MemoryEstimate) -> dict[str, Any]:
 
 def from_plain(plain: dict[str, Any]) -> MemoryEstimate:
     ways = {
-        Activations(*map(bool, way)): Peak(at=Held(**peak["at"]), each=Held(**peak["each"]))
+        Activations(*map(bool, way)): Peak(
+            at_peak=MemoryUse(**peak["at_peak"]), of_each_kind=MemoryUse(**peak["of_each_kind"])
+        )
         for way, peak in plain["ways"]
     }
-    return MemoryEstimate(start=int(plain["start"]), states=Held(**plain["states"]), ways=ways)
+    return MemoryEstimate(start=int(plain["start"]), states=MemoryUse(**plain["states"]), ways=ways)
 
 
 def main() -> None:

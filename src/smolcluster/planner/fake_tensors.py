@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from smolcluster.compute.ledger import Ledger
+from smolcluster.compute.memory_tracker import MemoryTracker
 
 
-class FakeTensorLedger(Ledger):  # type: ignore[no-untyped-call]
-    """A ledger of fake tensors. Open it inside a FakeTensorMode."""
+class FakeTensorTracker(MemoryTracker):  # type: ignore[no-untyped-call]
+    """A tracker of fake tensors. Open it inside a FakeTensorMode."""
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("pin_memory"):
@@ -34,7 +34,7 @@ class FakeTensorLedger(Ledger):  # type: ignore[no-untyped-call]
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return _CACHE.find(
-            self.fake, func, args, kwargs, lambda: super(FakeTensorLedger, self).run(func, types, args, kwargs)
+            self.fake, func, args, kwargs, lambda: super(FakeTensorTracker, self).run(func, types, args, kwargs)
         )
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from smolcluster.compute.ledger import Held, Peak
 from smolcluster.compute.memory import PROCESS_BYTES, memory_bytes, workspace_bytes
+from smolcluster.compute.memory_tracker import MemoryUse, Peak
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.checks import batch_size_of
@@ -42,7 +42,7 @@ class SeatMemory:
 
     ranks: list[int]
     role: str
-    states: Held  # the most of each kind at any moment
+    states: MemoryUse  # the most of each kind at any moment
     ways: dict[Activations, Peak]  # empty: not estimated
     start: int = 0  # the most while the model is built and sharded
     note: str = ""  # what is not estimated, and why
@@ -51,7 +51,7 @@ class SeatMemory:
 
     def peak(self, way: Activations) -> int:
         """Return the most bytes, of a step or of `setup`."""
-        step = self.ways[way].at.total if way in self.ways else self.states.total
+        step = self.ways[way].at_peak.total if way in self.ways else self.states.total
         return max(step, self.start)
 
 
@@ -200,7 +200,9 @@ def _mesh_seats(
             found.append(SeatMemory(ranks=ranks, role="worker", states=states, ways={}, note=note))
             continue
         first = next(iter(seen.ways.values()))
-        found.append(SeatMemory(ranks=ranks, role="worker", states=first.each, ways=seen.ways, start=seen.start))
+        found.append(
+            SeatMemory(ranks=ranks, role="worker", states=first.of_each_kind, ways=seen.ways, start=seen.start)
+        )
     return found
 
 
@@ -238,7 +240,7 @@ def _elastic_seats(
     servers = [seat.rank for seat in run.placement.seats if seat.role == "server"]
     if serving is not None and servers:
         held = _by_formula(serving)
-        every = dict.fromkeys(peaks, Peak(at=held, each=held))
+        every = dict.fromkeys(peaks, Peak(at_peak=held, of_each_kind=held))
         shape = workload.shape
         size = shape.parameters * shape.bytes_per_parameter
         state = size + shape.optimizer_bytes(size)
@@ -258,14 +260,14 @@ def _elastic_seats(
     return found
 
 
-def _by_formula(cost: Cost) -> Held:
-    return Held(parameters=cost.parameter_bytes, gradients=cost.gradient_bytes, optimizer=cost.optimizer_bytes)
+def _by_formula(cost: Cost) -> MemoryUse:
+    return MemoryUse(parameters=cost.parameter_bytes, gradients=cost.gradient_bytes, optimizer=cost.optimizer_bytes)
 
 
-def _with_activations(states: Held, alone: Peak) -> Peak:
+def _with_activations(states: MemoryUse, alone: Peak) -> Peak:
     """Return the peak as if all states existed when activations are largest: an upper bound."""
-    each = dataclasses.replace(states, other=alone.each.other)
-    return Peak(at=each, each=each)
+    each = dataclasses.replace(states, other=alone.of_each_kind.other)
+    return Peak(at_peak=each, of_each_kind=each)
 
 
 def limit_per_rank(device: torch.device, num_ranks: int, given: int | None) -> tuple[int, str]:

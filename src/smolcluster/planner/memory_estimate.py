@@ -3,7 +3,7 @@
     collectives that do nothing                          planner/fake_group.py
     tensors with shapes and no memory                    torch's FakeTensorMode
     the strategy's `setup` and `step`                    for any rank of any world size, in this process
-    a record of every storage                            compute/ledger.py
+    a record of every storage                            compute/memory_tracker.py
 
 Nothing is computed: it takes about a second for a model of twelve layers of any width. Numbers that are read from a tensor are
 0, flags are false; a model whose shapes depend on them raises `CannotEstimate`.
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
-from smolcluster.compute.ledger import Held, Ledger, Peak
+from smolcluster.compute.memory_tracker import MemoryTracker, MemoryUse, Peak
 from smolcluster.compute.replica import Batch
 from smolcluster.config.options import Options
 from smolcluster.config.schema import Config
@@ -33,7 +33,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.models.protocols import Recomputable
 from smolcluster.parallel.placement import Node, Placement, Seat
 from smolcluster.planner.fake_group import fake_world
-from smolcluster.planner.fake_tensors import FakeTensorLedger, no_shape_exchange, no_warnings, replaced_parameters
+from smolcluster.planner.fake_tensors import FakeTensorTracker, no_shape_exchange, no_warnings, replaced_parameters
 from smolcluster.strategies.base import Context, Strategy
 from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
@@ -59,7 +59,7 @@ class Activations(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     start: int  # the most bytes while the model was built and sharded
-    states: Held  # at the end of a step, with complete gradients and without activations
+    states: MemoryUse  # at the end of a step, with complete gradients and without activations
     ways: dict[Activations, Peak]  # of a step, when the optimizer has its state
 
 
@@ -87,7 +87,7 @@ def estimate_memory(run: PlannedRun, *, rank: int, part: Any, ways: Sequence[Act
         no_shape_exchange(),
         replaced_parameters(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        FakeTensorLedger(run.device) as ledger,
+        FakeTensorTracker(run.device) as tracker,
     ):
         context = Context(
             config=_without_values(run.config),
@@ -102,7 +102,7 @@ def estimate_memory(run: PlannedRun, *, rank: int, part: Any, ways: Sequence[Act
             example=lambda count: tree_map_only(Tensor, lambda t: t[:count] if t.ndim else t, part),
         )
         try:
-            return _run(run, context, ledger, part, ways)
+            return _run(run, context, tracker, part, ways)
         except SmolclusterError:
             raise
         except Exception as error:  # torch or the model may raise anything on tensors without values
@@ -110,49 +110,51 @@ def estimate_memory(run: PlannedRun, *, rank: int, part: Any, ways: Sequence[Act
             raise CannotEstimate(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
 
 
-def _run(run: PlannedRun, context: Context, ledger: Ledger, part: Any, ways: Sequence[Activations]) -> MemoryEstimate:
+def _run(
+    run: PlannedRun, context: Context, tracker: MemoryTracker, part: Any, ways: Sequence[Activations]
+) -> MemoryEstimate:
     part = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=run.device), part)
     parts = [part] * min(2, context.config.training.grad_accumulation)  # more would need no more memory
     strategy = run.strategy(run.options, context)
     strategy.setup(run.task)
-    # In its first step DTensor computes shapes on tensors that the ledger would count.
+    # In its first step DTensor computes shapes on tensors that the tracker would count.
     warm = any(isinstance(parameter, DTensor) for parameter in strategy.replica.model.parameters())
-    return measure_steps(strategy, ledger, parts, ways, warm=warm)
+    return measure_steps(strategy, tracker, parts, ways, warm=warm)
 
 
 def measure_steps(
     strategy: Strategy[Options],
-    ledger: Ledger,
+    tracker: MemoryTracker,
     parts: Sequence[Any],
     ways: Sequence[Activations],
     *,
     warm: bool = False,
 ) -> MemoryEstimate:
-    """Take a step in each way, with a strategy that was set up while `ledger` was open. The tensors may be real.
+    """Take a step in each way, with a strategy that was set up while `tracker` was open. The tensors may be real.
 
     Skipped are ways without effect: the model does not support checkpointing, or has no attention.
     """
-    start = ledger.peak().at.total
-    states = States(strategy.replica.model, strategy.replica.optimizer, ledger)
+    start = tracker.peak().at_peak.total
+    states = States(strategy.replica.model, strategy.replica.optimizer, tracker)
     recomputable = any(isinstance(module, Recomputable) for module in strategy.replica.model.modules())
     found: dict[Activations, Peak] = {}
     local_steps = strategy.local_steps if isinstance(strategy, Exchanging) else 1  # the last of a round exchanges
     for number, way in enumerate([*ways[: int(warm)], *ways]):
-        if (way.checkpointing and not recomputable) or (way.plain_attention and number > 0 and not ledger.attention):
+        if (way.checkpointing and not recomputable) or (way.plain_attention and number > 0 and not tracker.attention):
             continue
-        since = ledger.position
+        since = tracker.position
         with _using(strategy.replica.model, way):
             strategy.step(Batch(parts=parts, samples=len(parts), tokens=0, step=(number + 1) * local_steps))
-        found[way] = ledger.peak(since, settled=True)
+        found[way] = tracker.peak(since, steady_state=True)
     return MemoryEstimate(start=start, states=states.held, ways=found)
 
 
 class States:
-    """Label the storages of a model's parameters, gradients and optimizer state in a ledger, by hooks."""
+    """Label the storages of a model's parameters, gradients and optimizer state in a tracker, by hooks."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-        self._model, self._optimizer, self._ledger = model, optimizer, ledger
-        self.held = Held()  # after the last update, with its gradients
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> None:
+        self._model, self._optimizer, self._tracker = model, optimizer, tracker
+        self.held = MemoryUse()  # after the last update, with its gradients
         self._label_parameters()
         for parameter in self._model.parameters():
             if parameter.requires_grad:
@@ -163,21 +165,21 @@ class States:
         self._optimizer.register_step_post_hook(self._on_step)
 
     def _label_parameters(self) -> None:
-        self._ledger.label(self._model.parameters(), "parameters")
-        self._ledger.label(self._model.buffers(), "parameters")
+        self._tracker.label(self._model.parameters(), "parameters")
+        self._tracker.label(self._model.buffers(), "parameters")
 
     def _on_gathered(self, module: nn.Module, _: Any) -> None:
-        self._ledger.label(module.parameters(), "parameters")
+        self._tracker.label(module.parameters(), "parameters")
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        self._ledger.label([parameter.grad], "gradients")
+        self._tracker.label([parameter.grad], "gradients")
 
     def _on_step(self, *_: Any) -> None:
         self._label_parameters()
-        self._ledger.label((p.grad for p in self._model.parameters()), "gradients")
+        self._tracker.label((p.grad for p in self._model.parameters()), "gradients")
         tensors = (value for state in self._optimizer.state.values() for value in state.values())
-        self._ledger.label((t for t in tensors if isinstance(t, Tensor)), "optimizer")
-        self.held = self._ledger.now
+        self._tracker.label((t for t in tensors if isinstance(t, Tensor)), "optimizer")
+        self.held = self._tracker.now
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def _row(plan: MemoryPlan, row: Forecast) -> dict[str, Any]:
         "fits": plan.fits(row, way),
         "fits_with_checkpointing": less in row.ways and plan.fits(row, less),
         "peak_bytes": row.peak(way),
-        "at_peak": dataclasses.asdict(worst.ways[way].at if way in worst.ways else worst.states),
+        "at_peak": dataclasses.asdict(worst.ways[way].at_peak if way in worst.ways else worst.states),
         "bytes_sent": [cost.bytes_sent for cost in row.costs],
         "activations_travel": any(cost.activations_travel for cost in row.costs),
         "seats": [_seat(seat, way) for seat in row.seats],
@@ -112,7 +112,7 @@ def _seat(seat: SeatMemory, configured: Activations) -> dict[str, Any]:
             {
                 "checkpointing": way.checkpointing,
                 "attention": "plain" if way.plain_attention else "fused",
-                "activations": peak.each.other,
+                "activations": peak.of_each_kind.other,
                 "peak_bytes": seat.peak(way),
             }
             for way, peak in seat.ways.items()

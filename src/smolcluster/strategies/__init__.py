@@ -7,7 +7,7 @@ pipeline.py         stages of layers
 tensor.py           sharded layers
 mesh.py             3D
 syncps.py           synchronous parameter server; its server: engine/elastic/parameter_server/synchronous.py
-edp.py              asynchronous parameter server; its server: asynchronous.py beside that
+edp.py              asynchronous parameter server; its server: asynchronous.py in the same folder
 diloco.py           local steps, outer optimizer; diloco_nested.py: between sites of several ranks
 base/               the interface, and bases that these share
 registry.py         find a strategy by name

@@ -20,7 +20,7 @@ that no worker used is not updated. Buffers (running means) are local; evaluatio
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S
 and one number for each tensor of the model: how many workers used it.
-Memory: K + 1 sets of gradients; on the elastic plane twice as many, since each worker keeps its own until they are committed.
+Memory: K + 1 sets of gradients; on the elastic plane twice that, since each worker keeps its own until they are committed.
 
 With a `codec` on the elastic plane each tensor has an owner: workers send it their encoded gradients during backward, and it
 returns the encoded sum (`comm/encoded_sum.py`). S is then the encoded bytes, and the owner of P of them moves S + (N-2) P: the

@@ -8,8 +8,8 @@
         mean  <- the mean over workers of what they sent, decoded in the order of ranks
         theta <- outer optimizer(theta, mean)                    SGD: rate `outer_lr`, `outer_momentum`, Nesterov
 
-With `inner_steps` auto (elastic plane) H is 30 on the worker of median speed, and on others as many as take as long. There a
-delta whose norm is far above the usual is clipped to it (`UsualNorm`).
+With `inner_steps` auto (elastic plane) H is 30 on the worker of median speed, and on others the number of steps that takes
+equally long. On the elastic plane a delta whose norm is far above the median is clipped to it (`MedianNorm`).
 
 theta and the outer optimizer's state are bit-identical on all workers. The inner optimizer's state and m are local, and kept
 between rounds. Means are weighted by samples, or targets where the task counts them. beta is `feedback_decay`.
@@ -19,9 +19,9 @@ an `overlap` tau > 0 computing continues meanwhile, and the result is applied ta
     theta <- outer optimizer(theta, mean);   w <- (1 - alpha) w + alpha theta          `mixing` alpha: 0.5, or 1 where tau is 0
 The last round of a run exchanges all fragments and is waited for.
 
-Eager: an exchange is under way for H steps, until the next of the same fragment, and a worker does not wait for it to use its
+Eager: an exchange is in flight for H steps, until the next of the same fragment, and a worker does not wait for it to use its
 own part. When round t ends, for N workers:
-    theta <- outer optimizer(theta, mean of round t-1)                             as above, alike on all
+    theta <- outer optimizer(theta, mean of round t-1)                             as above, equal on all workers
     w     <- my outer optimizer(theta, delta / N)                                  with a momentum of its own
 The outer optimizer is linear in its gradients, so w is where the paper's step leads: that of the mean of round t-1, with my
 delta of round t in place of mine of round t-1. The next delta is w as the round began minus w. With a lossy codec the worker's
@@ -38,7 +38,8 @@ Outer SGD with rate 1 and no momentum is federated averaging; with `inner_steps`
 Bytes per step and worker, sent and received each, for S bytes of parameters, or E of them encoded, on N workers:
     fp32   2 (N-1)/N S / H           others   (N-1) E / H           above 8 workers, of which one owns P   (E + (N-2) P) / H
     at once: H / F times as much, but for the last round: H times                          with equal shares   2 (N-1)/N E / H
-Memory beside the model: theta, the outer momentum, the exchanged tensors, and m. Eager: w as the round began, and a momentum.
+Memory in addition to the model: theta, the outer momentum, the exchanged tensors, and m. Eager: also w as the round began, and
+a momentum.
 
 Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023 (arXiv 2311.08105). Sarfi et al.,
 "Communication efficient LLM pre-training with SparseLoCo", 2025 (2508.15706). Thérien et al., "MuLoCo: Muon is a practical

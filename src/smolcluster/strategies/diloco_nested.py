@@ -83,7 +83,7 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
             size = site_size(options, machines(nodes))
         except UserError as error:
             return Placement(refusals=[str(error)])
-        seats = Axes(shards=len(nodes)).seats(nodes, alike=False)
+        seats = Axes(shards=len(nodes)).seats(nodes, same_stream=False)
         if shape is None:
             return Placement(seats=seats)
         inner = ShardedFSDP.plan(INSIDE, nodes[:size], shape)
@@ -133,7 +133,7 @@ class NestedDiLoCo(Strategy[DiLoCoOptions]):
         counts = [context.samples_per_step[at : at + size] for at in range(0, world, size)]
         first = rank - rank % size
         nodes = [Node(name=seat.node, machine=seat.machine) for seat in context.seats[first : first + size]]
-        seats = Axes(shards=size).seats(nodes, alike=False)
+        seats = Axes(shards=size).seats(nodes, same_stream=False)
         inside = replace(
             context,
             group=self._site,

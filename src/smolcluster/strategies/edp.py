@@ -28,9 +28,10 @@ without delay. Three methods reduce it, the last two with an interval above 1:
 
 - Equal time (`balance`): the server leases samples in proportion to measured speed, a global batch in total, so that all
   workers push at about the same time. A share above the batch size is computed in micro-batches.
-- A bounded wait (`max_wait`): if the update that contains my gradient arrives soon, my next gradient is not stale at all. The
-  wait has a budget, in units of my own step: it starts at four full waits, each step adds 0.1, a wait that timed out costs
-  its length, and one that succeeded what exceeds one step. Without budget for a full wait the worker does not wait.
+- A bounded wait (`max_wait`): if the update that contains my gradient arrives soon, my next gradient is not stale at all.
+  Waits are limited by a token bucket, in units of my own step: its capacity is four full waits, each step adds 0.1, a wait
+  that timed out costs its duration, and one that succeeded what exceeds one step. Without tokens for a full wait the worker
+  does not wait.
 - Weight prediction (AdamW): gradients are computed where the server will be, from its momentum and from my own pushes in flight
   (`base/weight_prediction.py`).
 
@@ -38,8 +39,8 @@ Changes have error feedback: what int4 leaves out is added to the next one. A wo
 and pulls.
 
 A worker's death costs its unfinished step. Samples whose gradient was lost or refused are leased again. A run over epochs ends
-when as many samples have counted. Samples that are leased at that moment (two leases a worker) have not counted; samples of the
-next epoch have, in their place.
+when the number of counted samples is that of its epochs. Samples that are leased at that moment (two leases a worker) are not
+among them; samples of the next epoch are, in their place.
 
 Bytes per step and worker, for S bytes of encoded gradients and W bytes of weights:
     sent S, received W / interval, and with an interval above 1 W / 8 more for changes
@@ -67,13 +68,13 @@ from smolcluster.parallel.encoding import bytes_on_the_wire, server_cost
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape, workers_and_server
 from smolcluster.strategies.base import StepReport
 from smolcluster.strategies.base.replicated import Announced, Pushing
-from smolcluster.strategies.base.weight_prediction import MOST_AHEAD, WeightPrediction
+from smolcluster.strategies.base.weight_prediction import MAX_AHEAD, WeightPrediction
 
-MAX_UNANSWERED = 2  # pushes that a worker may have in flight before it waits, so that a slow server is not flooded
+MAX_IN_FLIGHT = 2  # pushes of a worker, before it waits: a slow server is not flooded
 # The budget for waiting, in own steps
-EARNED = 0.1  # by each step
-FREE = 1.0  # of a wait that succeeded
-MAX_TIMEOUTS = 4  # in a row that a full budget allows
+BUDGET_PER_STEP = 0.1
+FREE_WAIT = 1.0  # of a wait that succeeded, this much costs nothing
+MAX_TIMEOUTS = 4  # full waits in a full budget
 
 
 class EDP(Pushing[EDPOptions]):
@@ -96,7 +97,7 @@ class EDP(Pushing[EDPOptions]):
         gradients, weights = bytes_on_the_wire(options, shape)
         interval = options.worker_update_interval
         follows = interval > 1
-        ahead = MOST_AHEAD + 1 if follows and shape.optimizer_states == 2 else 0  # AdamW
+        ahead = MAX_AHEAD + 1 if follows and shape.optimizer_states == 2 else 0  # AdamW
         change = sum(map(Int4().nbytes, shape.tensors or [(shape.parameters,)])) if follows else 0
         messages = max(1, round(size / (options.bucket_mb * 2**20)))
         worker = Cost(
@@ -159,24 +160,24 @@ class EDP(Pushing[EDPOptions]):
 
     def _wait_for_update(self, push: int, own_s: float) -> None:
         """Wait until the server has counted my push, which took `own_s` seconds to compute, if the budget allows it."""
-        most = self.options.max_wait
-        self._budget = min(MAX_TIMEOUTS * most, self._budget + EARNED)
-        if not self._in_flight(push) or self._budget < most or most == 0:
+        max_wait = self.options.max_wait
+        self._budget = min(MAX_TIMEOUTS * max_wait, self._budget + BUDGET_PER_STEP)
+        if not self._in_flight(push) or self._budget < max_wait or max_wait == 0:
             return
         started = time.monotonic()
-        counted = self.rounds.wait_until(lambda: not self._in_flight(push), timeout_s=most * own_s)
+        counted = self.rounds.wait_until(lambda: not self._in_flight(push), timeout_s=max_wait * own_s)
         waited = (time.monotonic() - started) / own_s
-        self._budget -= max(0.0, waited - FREE) if counted else waited
+        self._budget -= max(0.0, waited - FREE_WAIT) if counted else waited
 
     def _in_flight(self, push: int) -> bool:
         return self._prediction is not None and push in self._prediction.in_flight
 
     def _may_continue(self) -> bool:
         weights_are_due = self._pulling and self._since_pull + 1 >= self.options.worker_update_interval
-        return len(self.rounds.flights) <= MAX_UNANSWERED and not weights_are_due
+        return len(self.rounds.flights) <= MAX_IN_FLIGHT and not weights_are_due
 
     def apply(self, result: Committed) -> None:
-        """Handle the acknowledgement of a push: the server has taken the gradient, or refused it."""
+        """Handle the acknowledgement of a push: the server has accepted the gradient, or refused it."""
         self._staleness = result.age
         if result.empty:  # my weights are too old, or the gradient is invalid
             if self._prediction is not None:

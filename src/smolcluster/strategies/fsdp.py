@@ -59,7 +59,7 @@ class FSDP(AllReduce[FSDPOptions]):
     def plan(cls, options: FSDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         stage, n = options.fsdp_stage, len(nodes)
         if stage > 1:
-            refusal = f"fsdp_stage {stage} needs machines that stay; on the elastic plane there are 0 and 1"
+            refusal = f"fsdp_stage {stage} needs fixed membership; the elastic plane has stages 0 and 1"
             return Placement(refusals=[refusal])
         if options.shard_size not in (None, n):
             return Placement(refusals=[f"strategy.shard_size is for stages 2 and 3, not {stage}"])
@@ -85,7 +85,7 @@ class FSDP(AllReduce[FSDPOptions]):
 
     def combination(self) -> Combination:
         context, options = self.context, self.options
-        if self.results_are_whole or context.is_alone:
+        if self.results_are_replicated or context.is_alone:
             return super().combination()
         if context.fixed_group is not None:
             bucket_bytes, lower = int(options.bucket_mb * 2**20), lower_dtype(context, options)
@@ -97,7 +97,7 @@ class FSDP(AllReduce[FSDPOptions]):
         return EncodedOwnedSum(self.replica, codec=codec, num_slots=slots)
 
     @property
-    def results_are_whole(self) -> bool:
+    def results_are_replicated(self) -> bool:
         return self.options.fsdp_stage == 0
 
     def step(self, batch: Batch) -> StepReport:

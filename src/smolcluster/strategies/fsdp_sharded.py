@@ -16,7 +16,7 @@ these stages exchange for each micro-batch; in a pipeline of M micro-batches sta
 Memory of a worker, with AdamW and P parameters, in bytes:
 
     stage   fp32            in bf16, weights and sums in fp32
-    2       4 P + 16 P/N    2 P + 16 P/N     ZeRO: 12 and 14 P/N; FSDP2 keeps the shards beside the gathered parameters
+    2       4 P + 16 P/N    2 P + 16 P/N     ZeRO: 12 and 14 P/N; FSDP2 keeps the shards in addition to the gathered parameters
     3       16 P/N          16 P/N           and a few whole blocks while they are in use
 
 Each block of the model is one FSDP2 group. With bf16 parameters are gathered in bf16 and gradients are averaged in fp32.
@@ -72,7 +72,7 @@ class ShardedFSDP(Parallel[ShardT]):
                 where = "over all ranks, which are on one machine: as FULL_SHARD"
             elif axes.shards == 1:
                 where = "nowhere, as no two ranks of the data axis share a machine: as NO_SHARD"
-            context.tell(f"HYBRID_SHARD: sharded {where}; {axes.replicas} x {axes.shards}")
+            context.notify(f"HYBRID_SHARD: sharded {where}; {axes.replicas} x {axes.shards}")
         bucket_bytes = int(options.bucket_mb * 2**20)
         if options.fsdp_stage == 0 or axes.shards == 1:
             return GradientExchange(

@@ -1,4 +1,4 @@
-"""pipeline: each rank has some of the layers; micro-batches flow through the ranks.
+"""pipeline: each rank has some of the layers; micro-batches pass through the ranks in turn.
 
     a step, on P ranks with M micro-batches:
         rank p receives the activations of micro-batch m from rank p-1, runs its layers, sends the result to rank p+1

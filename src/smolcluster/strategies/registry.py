@@ -49,7 +49,7 @@ def find_strategy(name: str, plane: str | None = None, options: Options | None =
 
 def read_options(section: StrategyConfig, *, plane: str | None = None) -> tuple[Options, list[str]]:
     """Return the strategy's options from the section, and the names of set keys that have no effect on this plane or
-    beside the other options."""
+    with the other options."""
     record = record_of(section.name)
     options_class = record.options_on(plane or record.planes[0]) or find_strategy(section.name, plane).Config
     given, known = section.given(), options_class.on(plane)

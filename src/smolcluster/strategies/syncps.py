@@ -16,7 +16,7 @@ Only gradients of the current step count. A late one is refused (`stale_rejected
 and applies them in order. A worker that reads too slowly to keep up receives the whole state instead.
 
 A late worker is a straggler: it costs the others one `timeout`, not one per step. It gets no lease until its late gradient has
-arrived, then joins the next step. Its gradients count if they arrive before the server is done, but the server waits for it
+arrived, then joins the next step. Its gradients count if they arrive before the step is complete, but the server waits for it
 again only after one came within `timeout` of the first of its step. Late gradients are timed, too: with `batch_size: auto` a
 straggler gets fewer samples.
 
@@ -57,8 +57,8 @@ class SyncPS(Pushing[SyncPSOptions]):
         n, size = len(nodes), shape.parameter_bytes
         gradients, weights = bytes_on_the_wire(options, shape)
         worker = Cost(
-            parameter_bytes=2 * size,  # its own, and the server's
-            gradient_bytes=2 * size,  # its own, and the average
+            parameter_bytes=2 * size,  # the worker's, and the server's
+            gradient_bytes=2 * size,  # of the worker, and the average
             optimizer_bytes=shape.optimizer_bytes(size),
             bytes_sent=gradients,
             bytes_received=gradients + weights // options.worker_update_interval,

@@ -10,11 +10,11 @@
     the embedding and the head are sharded by rows of the vocabulary; the loss is computed on the shards, without
     gathering the logits (vocabulary parallel)
 
-A table beside the model maps each module to a parallel style (`models/gpt_tensor.py`), and torch's DTensor applies it. Your own
-model follows the protocol `TensorSharded` (`models/protocols.py`).
+A table next to the model maps each module to a parallel style (`models/gpt_tensor.py`), and torch's DTensor applies it. Your
+own model follows the protocol `TensorSharded` (`models/protocols.py`).
 
 Bytes per step, sent and received each, for L layers and A bytes of residual stream (batch x tokens x width):
-    forward and backward each: 2 L + 1 all-gathers and as many reduce-scatters of A; the +1 is for the embedding and the head:
+    forward and backward each: 2 L + 1 all-gathers and 2 L + 1 reduce-scatters of A; the +1 is for the embedding and the head:
     (8 L + 4) (N-1)/N A. Over gloo a reduce-scatter moves twice as much: (12 L + 6) (N-1)/N A; without sequence parallelism
     all-reduces replace them: 8 L + 4 there too.
 

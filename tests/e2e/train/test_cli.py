@@ -300,7 +300,7 @@ def test_ranks_that_differ_are_told_apart(smol: Smol, tmp_path: Path) -> None:
         for rank in (0, 1)
     ]
     ended = [rank.end(timeout_s=300) for rank in ranks]
-    expected = "training.learning_rate is 0.2 on rank 1 and 0.1 on rank 0; start all ranks alike"
+    expected = "training.learning_rate is 0.2 on rank 1 and 0.1 on rank 0; start all ranks with the same settings"
     for rank in ended:
         assert (rank.status, rank.err) == (2, f"smolcluster: {expected}\n")
     assert not (tmp_path / "run").exists()

@@ -147,7 +147,7 @@ def test_wrong_inputs_leave_with_2_and_one_line(
     assert not (folder / "out").exists()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert "the folder you are in" in here.refused(folder / "runs" / "llama", ".")
+    assert "is the current folder" in here.refused(folder / "runs" / "llama", ".")
 
 
 def test_runs_without_a_model_to_export(here: Here, folder: Path, tmp_path: Path) -> None:

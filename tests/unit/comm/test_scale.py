@@ -25,7 +25,7 @@ from smolcluster.compute.optim import make_optimizer
 from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.data.leases import Leases
-from smolcluster.engine.elastic.admission import LISTED, _difference, short_layout
+from smolcluster.engine.elastic.admission import MAX_LISTED, _difference, short_layout
 from smolcluster.engine.elastic.coordination.coordinator import Coordinator
 from smolcluster.engine.elastic.server_side import send_state
 from smolcluster.strategies.base import Context, ServerContext
@@ -92,7 +92,7 @@ class Cluster:
             server_context=server_context,
             config=SimpleNamespace(training=SimpleNamespace(grad_accumulation=1)),
         )
-        self.coordinator = Coordinator(cast(Context, context), replica, rounds_ahead=1, whole=True)
+        self.coordinator = Coordinator(cast(Context, context), replica, rounds_ahead=1, replicated=True)
         self.coordinator.restore()
         self.links: dict[int, WireLink] = {}
         self.join(*range(num_members))
@@ -274,7 +274,7 @@ def test_an_invalid_slice_of_a_state_is_refused(messages: list[Message]) -> None
 
 
 def test_a_model_with_many_tensors_is_compared_by_its_hash() -> None:
-    few = [[f"layer.{i}", "float32", [3]] for i in range(LISTED)]
+    few = [[f"layer.{i}", "float32", [3]] for i in range(MAX_LISTED)]
     many = [[f"layer.{i}.with_a_name_of_usual_length.weight", "float32", [3, 4]] for i in range(20_000)]
     other = [*many[:-1], ["last", "float32", [3, 4]]]
     assert len(frames.encode_meta({"layout": short_layout(few)})) < frames.META_BYTES

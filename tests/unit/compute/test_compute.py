@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from smolcluster.compute.buffers import RunningStatistics
 from smolcluster.compute.device import choose_device, peak_memory_bytes, share_cores
 from smolcluster.compute.optim import make_optimizer, named_state, warmup_cosine, without_state
-from smolcluster.compute.precision import MOST, PATIENCE, AgreedScale, LossScale
+from smolcluster.compute.precision import MAX_OVERFLOWS_OF_MEMBER, MAX_SCALE, AgreedScale, LossScale
 from smolcluster.compute.replica import MAX_SKIPPED, Batch, Replica, to_device
 from smolcluster.compute.rng import derive_seed, seed_everything
 from smolcluster.config.schema import TrainingConfig
@@ -267,11 +267,11 @@ def test_one_member_alone_does_not_lower_the_scale_of_all_for_ever() -> None:
     for _ in range(20):
         scale.overflowed("broken", scale.value)
         scale.committed(["a", "b"])
-    assert scale.value == 2.0**16 / 2**PATIENCE
+    assert scale.value == 2.0**16 / 2**MAX_OVERFLOWS_OF_MEMBER
     for _ in range(10):  # but when nobody's gradient counts, the scale is too high for all
         used = scale.value
         assert [scale.overflowed(member, used) for member in "ab"] == [True, True]
-    assert scale.value == 2.0**16 / 2**PATIENCE / 2**10
+    assert scale.value == 2.0**16 / 2**MAX_OVERFLOWS_OF_MEMBER / 2**10
     assert not any(scale.overflowed("c", used) for used in (1.0, math.nan, -math.inf, "2", None, [8]))
 
 
@@ -282,7 +282,7 @@ def test_loss_scale_stays_a_power_of_two_of_at_least_one(overflows: list[bool]) 
         scale.update(overflow=overflow)
         assert scale.value >= 1.0
         assert math.log2(scale.value).is_integer()
-    assert scale.value <= MOST
+    assert scale.value <= MAX_SCALE
     copy = LossScale()
     copy.load_state_dict(scale.state_dict())
     assert (copy.value, copy.good_steps) == (scale.value, scale.good_steps)

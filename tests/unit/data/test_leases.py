@@ -22,17 +22,17 @@ def positions(ranges: list[Range]) -> list[int]:
     return [p for start, count in ranges for p in range(start, start + count)]
 
 
-def not_settled(state: dict) -> set[int]:
+def not_committed(state: dict) -> set[int]:
     return set(positions([Range(*hole) for hole in state["holes"]]))
 
 
-class Ledger(RuleBasedStateMachine):
-    """Leases beside the obvious model: a set of settled positions and a set for every lease."""
+class LeasesModel(RuleBasedStateMachine):
+    """Leases compared with the obvious model: a set of committed positions and a set for every lease."""
 
     def __init__(self) -> None:
         super().__init__()
         self.leases = Leases()
-        self.settled: set[int] = set()
+        self.committed: set[int] = set()
         self.held: dict[tuple[str, int], set[int]] = {}
 
     @rule(holder=HOLDERS, step=STEPS, count=st.integers(1, 7))
@@ -42,7 +42,7 @@ class Ledger(RuleBasedStateMachine):
                 self.leases.grant(holder, step, count)
             return
         granted = positions(self.leases.grant(holder, step, count))
-        taken = self.settled.union(*self.held.values())
+        taken = self.committed.union(*self.held.values())
         # The lowest that are free: what returned first, in order, then the fresh ones.
         lowest = [p for p in range(len(taken) + count) if p not in taken][:count]
         assert granted == lowest
@@ -55,25 +55,25 @@ class Ledger(RuleBasedStateMachine):
                 self.leases.claim(holder, step, [Range(start, count)])
             return
         wanted = [Range(start + count + gap, 2), Range(start, count)]
-        free = not self.settled.union(*self.held.values()) & set(positions(wanted))
+        free = not self.committed.union(*self.held.values()) & set(positions(wanted))
         assert self.leases.claim(holder, step, wanted) == free
         if free:
             self.held[holder, step] = set(positions(wanted))
 
     @rule(holder=HOLDERS, step=STEPS)
-    def settle(self, holder: str, step: int) -> None:
+    def commit(self, holder: str, step: int) -> None:
         if (holder, step) not in self.held:
             with pytest.raises(ValueError, match=f"'{holder}' has no lease for step {step}"):
-                self.leases.settle(holder, step)
+                self.leases.commit(holder, step)
             return
-        settled = set(positions(self.leases.settle(holder, step)))
-        assert settled == self.held.pop((holder, step))
-        assert not settled & self.settled, "a position was settled twice"
-        self.settled |= settled
+        committed = set(positions(self.leases.commit(holder, step)))
+        assert committed == self.held.pop((holder, step))
+        assert not committed & self.committed, "a position was committed twice"
+        self.committed |= committed
 
     @rule(holder=HOLDERS, step=STEPS)
-    def give_back(self, holder: str, step: int) -> None:
-        assert set(positions(self.leases.give_back(holder, step))) == self.held.pop((holder, step), set())
+    def release(self, holder: str, step: int) -> None:
+        assert set(positions(self.leases.release(holder, step))) == self.held.pop((holder, step), set())
 
     @rule(holder=HOLDERS, step=STEPS, count=st.integers(1, 7))
     def shorten(self, holder: str, step: int, count: int) -> None:
@@ -86,20 +86,20 @@ class Ledger(RuleBasedStateMachine):
     @rule(holder=HOLDERS)
     def die(self, holder: str) -> None:
         expected = set().union(*(self.held.pop(key) for key in list(self.held) if key[0] == holder))
-        assert set(positions(self.leases.give_back(holder))) == expected
+        assert set(positions(self.leases.release(holder))) == expected
 
     @rule()
     def restart(self) -> None:
-        """A server that starts again knows only what is settled."""
+        """A server that starts again knows only what is committed."""
         self.leases = Leases.from_state(json.loads(json.dumps(self.leases.state_dict())))
         self.held.clear()
 
     @invariant()
     def everything_is_somewhere_once(self) -> None:
         state = self.leases.state_dict()
-        holes = not_settled(state)
-        assert self.settled == set(range(state["position"])) - holes
-        assert state["position"] == max(self.settled, default=-1) + 1, "not normalised"
+        holes = not_committed(state)
+        assert self.committed == set(range(state["position"])) - holes
+        assert state["position"] == max(self.committed, default=-1) + 1, "not normalised"
         assert sum(len(held) for held in self.held.values()) == len(set().union(*self.held.values()))
         for holder in "abc":
             found = {(holder, step): set(positions(r)) for step, r in self.leases.held(holder).items()}
@@ -108,16 +108,16 @@ class Ledger(RuleBasedStateMachine):
     def teardown(self) -> None:
         """When all that was left out is read, nothing is lost: the stream was read from its beginning."""
         for holder in "abc":
-            self.leases.give_back(holder)
+            self.leases.release(holder)
         state = self.leases.state_dict()
-        rest = len(not_settled(state)) + 1
+        rest = len(not_committed(state)) + 1
         self.leases.grant("last", 0, rest)
-        self.settled.update(positions(self.leases.settle("last", 0)))
-        assert self.leases.state_dict() == {"position": len(self.settled), "holes": []}
+        self.committed.update(positions(self.leases.commit("last", 0)))
+        assert self.leases.state_dict() == {"position": len(self.committed), "holes": []}
 
 
-Ledger.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
-TestLedger = Ledger.TestCase
+LeasesModel.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestLeases = LeasesModel.TestCase
 
 
 def test_what_returns_goes_out_first_lowest_first() -> None:
@@ -125,13 +125,13 @@ def test_what_returns_goes_out_first_lowest_first() -> None:
     assert leases.grant("a", 0, 4) == [(0, 4)]
     assert leases.grant("b", 0, 4) == [(4, 4)]
     assert leases.grant("c", 0, 4) == [(8, 4)]
-    assert leases.give_back("b") == [(4, 4)]
-    leases.settle("a", 0)
-    leases.settle("c", 0)
+    assert leases.release("b") == [(4, 4)]
+    leases.commit("a", 0)
+    leases.commit("c", 0)
     assert leases.state_dict() == {"position": 12, "holes": [[4, 4]]}
     assert leases.grant("a", 1, 6) == [(4, 4), (12, 2)]
     assert leases.state_dict() == {"position": 12, "holes": [[4, 4]]}
-    leases.settle("a", 1)
+    leases.commit("a", 1)
     assert leases.state_dict() == {"position": 14, "holes": []}
 
 
@@ -141,21 +141,21 @@ def test_with_nothing_lost_the_state_is_how_far_the_stream_was_read() -> None:
         for holder in "ab":
             leases.grant(holder, step, 8)
         for holder in "ab":
-            leases.settle(holder, step)
+            leases.commit(holder, step)
     leases.grant("a", 3, 8)
     assert leases.state_dict() == {"position": 48, "holes": []}
-    leases.give_back("a")
+    leases.release("a")
     assert leases.grant("b", 3, 8) == [(48, 8)]
 
 
-def test_a_replayed_record_settles_what_it_counted() -> None:
+def test_a_replayed_record_commits_what_it_counted() -> None:
     """Recovery: a snapshot's state, then the ranges of every record after it."""
     leases = Leases.from_state({"position": 8, "holes": [[2, 2]]})
     assert leases.claim("a", 5, [[10, 2], [2, 1]])
-    leases.settle("a", 5)
+    leases.commit("a", 5)
     assert leases.state_dict() == {"position": 12, "holes": [[3, 1], [8, 2]]}
-    assert not leases.claim("a", 6, [[2, 1]]), "settled"
-    assert not leases.claim("a", 6, [[3, 1], [11, 4]]), "partly settled"
+    assert not leases.claim("a", 6, [[2, 1]]), "committed"
+    assert not leases.claim("a", 6, [[3, 1], [11, 4]]), "partly committed"
     assert leases.claim("a", 6, [[3, 1], [12, 4]])
     assert not leases.claim("b", 6, [[13, 1]]), "held"
     with pytest.raises(ValueError, match="at least one"):
@@ -169,7 +169,7 @@ def test_a_lease_has_samples() -> None:
 
 def test_giving_back_what_is_not_held_is_nothing() -> None:
     leases = Leases()
-    assert leases.give_back("a") == leases.give_back("a", 3) == []
+    assert leases.release("a") == leases.release("a", 3) == []
     assert leases.held("a") == {}
 
 
@@ -213,14 +213,14 @@ def test_indices_are_those_of_the_stream(ranges: list[tuple[int, int]]) -> None:
     assert found.tolist() == [int(stream[p]) for p in positions([Range(*r) for r in ranges])]
 
 
-def test_what_was_set_aside_is_a_hole_and_is_not_granted_again() -> None:
+def test_a_quarantined_range_is_a_hole_and_is_not_granted_again() -> None:
     leases = Leases()
     leases.grant("a", 1, 4)
     leases.grant("a", 2, 4)
-    assert leases.set_aside("a", 1) == [Range(0, 4)]
-    assert leases.set_aside("a", 1) == []
-    leases.settle("a", 2)
+    assert leases.quarantine("a", 1) == [Range(0, 4)]
+    assert leases.quarantine("a", 1) == []
+    leases.commit("a", 2)
     assert leases.grant("b", 1, 2) == [Range(8, 2)]
-    leases.settle("b", 1)
+    leases.commit("b", 1)
     assert leases.state_dict() == {"position": 10, "holes": [[0, 4]]}
-    assert Leases.from_state(leases.state_dict()).grant("c", 1, 2) == [Range(0, 2)]  # another life may try them
+    assert Leases.from_state(leases.state_dict()).grant("c", 1, 2) == [Range(0, 2)]  # another server may try them

@@ -85,7 +85,7 @@ class Run:
     def __init__(
         self,
         *,
-        whole: bool,
+        replicated: bool,
         committed: int = 0,
         has: bool = True,
         step_timeout_s: float | None = None,
@@ -144,7 +144,7 @@ class Run:
             self.replica,
             rounds_ahead=rounds_ahead,
             local_steps=local_steps,
-            whole=whole,
+            replicated=replicated,
             step_timeout_s=step_timeout_s,
             quorum=quorum,
         )

@@ -414,14 +414,14 @@ def test_a_good_checkpoint_of_the_same_step_is_never_touched(store: CheckpointSt
 def test_going_back_sets_later_checkpoints_aside(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
         store.save(snapshot_of(step), best=step in (1, 3))
-    moved = store.set_aside_after(1)
+    moved = store.move_aside_after(1)
     assert [path.name.rsplit("-", 1)[0] for path in moved] == ["aside-step-00000002", "aside-step-00000003"]
     assert all(verify(path) for path in moved)
     assert (steps(store), store.load().step, store.load("best").step) == ([1], 1, 1)
     store.save(snapshot_of(3))
     assert store.load("best").step == 1
-    assert store.set_aside_after(3) == []
-    store.set_aside_after(0)
+    assert store.move_aside_after(3) == []
+    store.move_aside_after(0)
     assert (store.list(), store.load_latest(), store.best()) == ([], None, None)
     assert not (store.folder / "latest").exists()
 

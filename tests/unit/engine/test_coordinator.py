@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_the_state_of_a_step_is_put_together_from_all_owners() -> None:
-    run = Run(whole=False)
+    run = Run(replicated=False)
     run.join(0, 1, 2)
     run.commit(1)
     for rank in (2, 0, 1):
@@ -48,7 +48,7 @@ def test_the_state_of_a_step_is_put_together_from_all_owners() -> None:
 
 
 def test_when_an_owner_dies_nobody_is_asked_before_its_part_has_a_new_owner() -> None:
-    run = Run(whole=False)
+    run = Run(replicated=False)
     run.join(0, 1, 2)
     run.commit(1)
     first = {rank: run.part(rank) for rank in (0, 1)}
@@ -69,7 +69,7 @@ def test_when_an_owner_dies_nobody_is_asked_before_its_part_has_a_new_owner() ->
 
 
 def test_a_newcomer_that_owns_a_part_is_asked_too() -> None:
-    run = Run(whole=False)
+    run = Run(replicated=False)
     run.join(0, 1)
     run.commit(1)
     run.upload(0, run.part(0), but=1)
@@ -81,7 +81,7 @@ def test_a_newcomer_that_owns_a_part_is_asked_too() -> None:
 
 
 def test_a_state_with_a_part_missing_is_not_used() -> None:
-    run = Run(whole=False)
+    run = Run(replicated=False)
     run.join(0, 1)
     run.commit(1)
     run.upload(0, run.part(0))
@@ -96,7 +96,7 @@ def test_a_state_with_a_part_missing_is_not_used() -> None:
 
 
 def test_one_that_has_the_whole_state_is_asked_as_soon_as_another_is_lost() -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0, 1)
     run.commit(1)
     assert [run.links[rank].count(Kind.PULL) for rank in (0, 1)] == [1, 0]
@@ -113,7 +113,7 @@ def test_one_that_has_the_whole_state_is_asked_as_soon_as_another_is_lost() -> N
 @pytest.mark.parametrize("how", ["evicted", "paused"])
 def test_a_result_with_the_part_of_one_who_was_put_out_does_not_count(how: str) -> None:
     """All others hold it. The weight of what was put out is not in the mean, and its samples go to others."""
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join_together(0, 1)
     meta = DONE | {"weight": 4.0}
     epoch = run.links[1].last(Kind.VIEW).epoch
@@ -134,7 +134,7 @@ def test_a_result_with_the_part_of_one_who_was_put_out_does_not_count(how: str) 
 
 
 def test_rounds_end_with_the_steps_that_their_length_divides_and_with_the_last() -> None:
-    run = Run(whole=True, local_steps=4)  # of ten steps
+    run = Run(replicated=True, local_steps=4)  # of ten steps
     run.join_together(0, 1)
     assert run.links[0].last(Kind.LEASE).meta["leases"] == [{"step": 4, "steps": 4, "ranges": [[0, 16]]}]
     for step in (4, 8, 10):
@@ -145,14 +145,14 @@ def test_rounds_end_with_the_steps_that_their_length_divides_and_with_the_last()
 
 
 def test_a_run_that_goes_on_ends_its_first_round_where_all_do() -> None:
-    run = Run(whole=True, committed=5, local_steps=4)
+    run = Run(replicated=True, committed=5, local_steps=4)
     run.coordinator._state_step = 5
     run.join(0)
     assert run.links[0].last(Kind.LEASE).meta["leases"] == [{"step": 8, "steps": 3, "ranges": [[0, 12]]}]
 
 
 def test_a_newcomer_waits_for_the_rounds_that_are_under_way() -> None:
-    run = Run(whole=True, local_steps=3, rounds_ahead=2)
+    run = Run(replicated=True, local_steps=3, rounds_ahead=2)
     run.join(0)
     run.join(1)
     view = run.links[1].last(Kind.VIEW).meta
@@ -161,7 +161,7 @@ def test_a_newcomer_waits_for_the_rounds_that_are_under_way() -> None:
 
 def test_a_lease_of_a_view_that_ends_before_its_holder_has_the_state_returns() -> None:
     """Else its samples would count without a gradient, and it would compute a round that is over."""
-    run = Run(whole=True, committed=3, has=False)
+    run = Run(replicated=True, committed=3, has=False)
     run.join_together(0, 1, 2, updates=(3, 3, 0))
     assert run.links[2].last(Kind.LEASE).meta["leases"][0]["step"] == 4
     run.leave(1)
@@ -175,7 +175,7 @@ def test_a_lease_of_a_view_that_ends_before_its_holder_has_the_state_returns() -
 
 
 def test_a_member_without_the_state_gets_a_lease_when_all_that_had_it_are_gone() -> None:
-    run = Run(whole=True, committed=3, has=False)
+    run = Run(replicated=True, committed=3, has=False)
     run.join_together(0, 2, updates=(3, 0))
     run.knock(1, updates=3, held=[])
     while not run.roster.newcomers:
@@ -229,14 +229,14 @@ def test_an_idle_worker_drops_the_leases_of_earlier_views() -> None:
 def test_one_who_holds_the_committed_rounds_that_it_lacks_knows_the_weights(
     local_steps: int, updates: int, held: list[list[int]], knows: bool
 ) -> None:
-    run = Run(whole=True, committed=8, has=False, local_steps=local_steps)
+    run = Run(replicated=True, committed=8, has=False, local_steps=local_steps)
     run.coordinator._recent = {8: (7, 1.0, 1.0)}
     assert run.coordinator._is_current(member(0, said={"updates": updates, "held": held})) is knows
 
 
 def test_a_state_may_be_of_a_later_round_than_the_one_that_was_asked_for() -> None:
     """A worker in the middle of a round answers when it is over."""
-    run = Run(whole=True, local_steps=4)
+    run = Run(replicated=True, local_steps=4)
     run.join(0)
     run.commit(4)
     run.commit(8)
@@ -256,7 +256,7 @@ def test_a_state_may_be_of_a_later_round_than_the_one_that_was_asked_for() -> No
 
 
 def test_one_that_is_ahead_of_the_record_gets_the_state_of_one_that_is_not() -> None:
-    run = Run(whole=True, committed=5, has=False)
+    run = Run(replicated=True, committed=5, has=False)
     run.join_together(0, 1, updates=(6, 5))
     assert run.links[0].last(Kind.VIEW).meta["donations"] == {"0": 1}
 
@@ -281,7 +281,7 @@ def test_one_that_the_others_could_not_reach_is_refused(address: Any) -> None:
 
 
 def test_one_on_loopback_among_others_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0, 1)
     assert "loopback" not in caplog.text
     run.join(2, address="10.8.0.3:5000")
@@ -289,7 +289,7 @@ def test_one_on_loopback_among_others_is_warned_of(caplog: pytest.LogCaptureFixt
 
 
 def test_a_second_rank_with_the_instance_of_another_is_refused() -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0, 1)
     run.links[2] = FakeLink(2, run.links[1].peer.instance)
     run.mailbox.linked(run._link(2))
@@ -317,7 +317,7 @@ def test_an_empty_run_id_is_none(tmp_path: Path) -> None:
 
 
 def test_nobody_gets_a_lease_of_a_step_twice_when_the_run_becomes_shorter_and_longer_again() -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.coordinator._rounds_ahead = 3
     run.join(0, 1)
     run.commit(1)
@@ -335,7 +335,7 @@ def test_nobody_gets_a_lease_of_a_step_twice_when_the_run_becomes_shorter_and_lo
 
 
 def test_a_member_that_computes_while_others_wait_is_evicted_after_the_deadline(clock: list[float]) -> None:
-    run = Run(whole=True, step_timeout_s=6.0)
+    run = Run(replicated=True, step_timeout_s=6.0)
     run.join(0, 1, 2)
     run.commit(1)
     run.commit(2)
@@ -354,9 +354,9 @@ def test_a_member_that_computes_while_others_wait_is_evicted_after_the_deadline(
 # Sums
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_sum_that_overflows_everywhere_is_nobodys_fault(whole: bool) -> None:
-    run = Run(whole=whole)
+@pytest.mark.parametrize("replicated", [True, False])
+def test_a_sum_that_overflows_everywhere_is_nobodys_fault(replicated: bool) -> None:
+    run = Run(replicated=replicated)
     run.join(0, 1, 2)
     with pytest.raises(SmolclusterError, match="the gradients of step 1 are so large that their sum has overflowed"):
         run.commit(1, held=math.inf)
@@ -365,7 +365,7 @@ def test_a_sum_that_overflows_everywhere_is_nobodys_fault(whole: bool) -> None:
 
 
 def test_a_sum_that_is_infinite_on_one_worker_is_not_agreed() -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0, 1, 2)
     run.commit(1, held=math.inf, others=1.0)
     assert run.coordinator._committed == 0
@@ -401,7 +401,7 @@ def test_a_state_that_comes_before_its_view_is_kept() -> None:
 
 def test_a_state_that_is_not_finite_is_not_used_and_another_member_is_asked() -> None:
     """Buffers are each member's own: the next one's may be good."""
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0, 1)
     run.commit(1)
     run.upload(0, {"w/x": torch.zeros(1), "w/norm.running_mean": torch.tensor([math.nan])})
@@ -416,7 +416,7 @@ def test_a_state_that_is_not_finite_is_not_used_and_another_member_is_asked() ->
 
 
 def test_results_of_steps_that_nobody_computes_are_not_kept() -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0, 1)
     run.commit(1)
     view = run.links[0].last(Kind.VIEW)
@@ -429,7 +429,7 @@ def test_results_of_steps_that_nobody_computes_are_not_kept() -> None:
 
 
 def test_every_view_and_commit_carries_the_loss_scale_of_the_run() -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.server_context.scale.growth_interval = 2
     run.join(0, 1)
     run.commit(1)
@@ -447,8 +447,8 @@ def storages(tensors: dict[str, Tensor]) -> set[int]:
 
 def test_a_coordinator_copies_no_state_that_it_passes_on() -> None:
     """One state is here and one on its way, however it is saved, evaluated and handed to newcomers meanwhile."""
-    run = Run(whole=True)
-    server_side = Coordinator(run.coordinator.context, run.replica, rounds_ahead=1, whole=True)
+    run = Run(replicated=True)
+    server_side = Coordinator(run.coordinator.context, run.replica, rounds_ahead=1, replicated=True)
 
     def state_after(step: int) -> State:
         weights = {name: torch.full_like(tensor, step) for name, tensor in run.replica.weights().items()}

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smolcluster.engine.elastic.deadline import ENOUGH, FIRST_S, FRESH_S, LEAST_S, POLL_S, ComputeWatch, step_deadline
+from smolcluster.engine.elastic.deadline import (
+    FIRST_S,
+    FRESH_S,
+    LEAST_S,
+    MIN_STEPS,
+    POLL_S,
+    ComputeWatch,
+    step_deadline,
+)
 
 
 class Clock:
@@ -17,7 +25,7 @@ class Clock:
     def __init__(self, timeout_s: float | None = None, *, proven: str = "ab") -> None:
         self.now, self.watch = 100.0, ComputeWatch(timeout_s)
         self.watch.begin("ab", now=self.now)
-        for _ in range(ENOUGH):
+        for _ in range(MIN_STEPS):
             self.now += 0.1
             self.watch.commit(set(proven), now=self.now)
 
@@ -79,7 +87,7 @@ def test_a_deadline_follows_the_step_times() -> None:
     assert step_deadline([20.0] * 19 + [900.0]) == 80.0, "a single long step is no measure"
 
 
-@given(st.lists(st.floats(0.001, 1e4), min_size=ENOUGH, max_size=64))
+@given(st.lists(st.floats(0.001, 1e4), min_size=MIN_STEPS, max_size=64))
 def test_a_deadline_is_generous(times: list[float]) -> None:
     deadline = step_deadline(times)
     assert deadline >= LEAST_S

@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def followed() -> Run:
     """Ranks 0 and 1 train; rank 2 comes after step 1, and the state that is sent to it stays in its queue."""
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join_together(0, 1)
     run.commit(1)
     run.upload(0, {"w/x": torch.zeros(1)})
@@ -127,7 +127,7 @@ def test_a_newcomer_that_has_caught_up_has_the_weights_when_all_others_die() -> 
 
 
 def test_a_silent_member_is_paused_and_comes_back_when_it_is_heard() -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0, 1, 2)
     run.commit(1)
     run.links[1].stalled, run.links[1].silent_s = True, 2.0
@@ -152,7 +152,7 @@ def test_a_silent_member_is_paused_and_comes_back_when_it_is_heard() -> None:
 
 def test_the_only_holder_of_the_weights_comes_back_from_a_pause_with_them(clock: list[float]) -> None:
     """It was stopped when a newcomer waited for its state."""
-    run = Run(whole=False)
+    run = Run(replicated=False)
     run.join(0)
     run.commit(1)
     run.links[0].stalled, run.links[0].silent_s = True, 2.0
@@ -172,7 +172,7 @@ def test_the_only_holder_of_the_weights_comes_back_from_a_pause_with_them(clock:
 
 def test_a_paused_member_is_not_waited_for_where_the_coordinator_has_the_weights() -> None:
     """A newcomer got them from that member, by way of the coordinator, before it fell silent."""
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0)
     run.commit(1)
     run.join(1)
@@ -189,7 +189,7 @@ def test_a_paused_member_is_not_waited_for_where_the_coordinator_has_the_weights
 
 def test_a_paused_member_without_the_weights_is_not_waited_for(clock: list[float]) -> None:
     """The one that had them is gone, and does not come back in time."""
-    run = Run(whole=False)
+    run = Run(replicated=False)
     run.join(0)
     run.commit(1)
     run.knock(1, 2)
@@ -201,12 +201,12 @@ def test_a_paused_member_without_the_weights_is_not_waited_for(clock: list[float
         run.coordinator._iterate()
     assert [member.rank for member in run.roster.paused] == [1]
     assert run.coordinator._holder_may_return()
-    clock[0] += coordinator.RETURN_S + 1.0
+    clock[0] += coordinator.RECONNECT_S + 1.0
     assert not run.coordinator._holder_may_return()
 
 
 def test_where_all_are_silent_nobody_is_paused() -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0, 1)
     for link in run.links.values():
         link.stalled, link.silent_s = True, 2.0
@@ -215,7 +215,7 @@ def test_where_all_are_silent_nobody_is_paused() -> None:
 
 
 def test_a_short_silence_is_waited_for_where_steps_are_long(clock: list[float]) -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0, 1)
     for step in (1, 2):
         clock[0] += 8.0
@@ -255,7 +255,7 @@ def complain(run: Run, *complaints: tuple[int, int]) -> None:
     ids=["the first is cut off", "only the first complains", "of one alone", "one link", "two witnesses"],
 )
 def test_a_partial_cut_costs_the_fewest_members(complaints: list[tuple[int, int]], stay: list[int]) -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0, 1, 2, 3)
     run.commit(1)
     complain(run, *complaints)
@@ -265,7 +265,7 @@ def test_a_partial_cut_costs_the_fewest_members(complaints: list[tuple[int, int]
 
 
 def test_a_member_that_is_silent_explains_the_complaints() -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0, 1, 2)
     run.links[0].silent_s = 2.0
     complain(run, (0, 1), (1, 0))
@@ -273,7 +273,7 @@ def test_a_member_that_is_silent_explains_the_complaints() -> None:
 
 
 def test_an_eviction_bars_for_longer_each_time_and_is_forgotten_after_a_while(clock: list[float]) -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     barred = []
     for pause_s in (0.0, 100.0, 100.0, 3600.0):
         clock[0] += pause_s
@@ -285,7 +285,7 @@ def test_an_eviction_bars_for_longer_each_time_and_is_forgotten_after_a_while(cl
 
 
 def test_a_peer_that_is_refused_without_end_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(whole=True)
+    run = Run(replicated=True)
     run.join(0)
     for _ in range(1000):
         run.roster.refuse(cast(Link, run.links[0]), "why not")

@@ -59,7 +59,7 @@ class Run:
     def lose(self, rank: int, event: str) -> None:
         self.epoch += 1
         instance = self.members.pop(rank)
-        self.leases.give_back(instance)
+        self.leases.release(instance)
         self.lines.append(
             MemberLine(event=event, rank=rank, instance=instance, epoch=self.epoch, reason="silent for 5 s")
         )
@@ -71,9 +71,9 @@ class Run:
             self.leases.grant(instance, self.step, 4)
         for rank, instance in self.members.items():
             if rank in late:
-                self.leases.give_back(instance, self.step)
+                self.leases.release(instance, self.step)
                 continue
-            ranges = self.leases.settle(instance, self.step)
+            ranges = self.leases.commit(instance, self.step)
             self.seq += 1
             parts.append({"rank": rank, "instance": instance, "seq": self.seq, "ranges": ranges, "samples": 4})
         self.lines.append(

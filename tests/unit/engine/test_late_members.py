@@ -10,7 +10,7 @@ import torch
 from tests.unit.engine.members import Run, sent_to, set_clock, share
 
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.engine.elastic.coordination.late_members import CHANGE_S, ENOUGH, needed, round_deadline
+from smolcluster.engine.elastic.coordination.late_members import MIN_ROUNDS, VIEW_CHANGE_S, needed, round_deadline
 
 ROUND_S = 10.0
 
@@ -18,11 +18,11 @@ ROUND_S = 10.0
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        ([10.0] * (ENOUGH - 1), math.inf),  # too few are known
-        ([10.0] * ENOUGH, 15.0),  # half as long again
-        ([8.0, 9.0, 10.0, 11.0, 12.0], 16.0),  # six times the usual distance from the median
+        ([10.0] * (MIN_ROUNDS - 1), math.inf),  # too few are known
+        ([10.0] * MIN_ROUNDS, 15.0),  # half as long again
+        ([8.0, 9.0, 10.0, 11.0, 12.0], 16.0),  # six median absolute deviations after the median
         ([10.0] * 9 + [1000.0], 15.0),  # one that was very late moves nothing
-        ([0.1] * ENOUGH, 0.1 + CHANGE_S),  # no sooner than a change of members pays
+        ([0.1] * MIN_ROUNDS, 0.1 + VIEW_CHANGE_S),  # no sooner than a change of members pays
     ],
 )
 def test_the_deadline_follows_from_earlier_rounds(times: list[float], expected: float) -> None:
@@ -42,14 +42,14 @@ class LateRun(Run):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.clock = set_clock(monkeypatch)
-        super().__init__(whole=True, total_steps=100, **{"quorum": 0.5} | options)
+        super().__init__(replicated=True, total_steps=100, **{"quorum": 0.5} | options)
         self.coordinator._late._clock = lambda: self.clock[0]
         self.join_together(0, 1, 2)
-        for step in range(1, ENOUGH + 1):
+        for step in range(1, MIN_ROUNDS + 1):
             self.wait(ROUND_S)
             self.announce(0, 1, 2, step=step)
             self.commit(step)
-        self.step = ENOUGH + 1
+        self.step = MIN_ROUNDS + 1
 
     def announce(self, *ranks: int, step: int) -> None:
         for rank in ranks:
@@ -61,7 +61,7 @@ class LateRun(Run):
         """Time passes, in small pieces."""
         for _ in range(math.ceil(seconds)):
             self.clock[0] += 1.0
-            self.coordinator._late.put_aside(self.coordinator._rounds)
+            self.coordinator._late.suspend_late(self.coordinator._rounds)
         self.go_on()
 
     def leave_behind_rank_2(self) -> None:

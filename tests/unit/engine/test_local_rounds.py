@@ -19,8 +19,8 @@ from smolcluster.comm.elastic.membership.server_link import Lease
 from smolcluster.data.leases import Leases
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine.elastic.balance import steps_in_time
-from smolcluster.engine.elastic.coordination.local_rounds import SLACK, LocalRounds
-from smolcluster.engine.elastic.gradient_gate import FIRST_ROUNDS, UsualNorm
+from smolcluster.engine.elastic.coordination.local_rounds import DEADLINE_FACTOR, LocalRounds
+from smolcluster.engine.elastic.gradient_gate import FIRST_ROUNDS, MedianNorm
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import LeaseReader
 
@@ -34,13 +34,13 @@ class Round:
         self.members: list[Member] = []
 
     def commit(
-        self, *step_s: float, norms: dict[int, float] | None = None, usual: dict[int, float] | None = None
+        self, *step_s: float, norms: dict[int, float] | None = None, clipped_to: dict[int, float] | None = None
     ) -> None:
         self.members = self.members or [member(rank) for rank in range(len(step_s))]
         local = [
             {"steps": 30, "step_s": time_s, "norm": repr((norms or {}).get(r, 1.0))} for r, time_s in enumerate(step_s)
         ]
-        for rank, said in (usual or {}).items():
+        for rank, said in (clipped_to or {}).items():
             local[rank]["usual"] = said
         self.local.committed([(m, {"local": said}) for m, said in zip(self.members, local, strict=True)], step=30)
 
@@ -63,7 +63,7 @@ def test_the_usual_machine_takes_the_steps_of_the_run() -> None:
     run = Round()
     run.commit(0.1, 0.2, 0.8)
     assert run.steps() == [60, 30, 8]
-    assert run.lease() == {"own_steps": 60, "most_s": SLACK * 30 * 0.2}
+    assert run.lease() == {"own_steps": 60, "most_s": DEADLINE_FACTOR * 30 * 0.2}
     assert run.steps(of=10) == [20, 10, 2], "the last round of a run is shorter"
     assert run.steps(of=1) == [1, 1, 1]
 
@@ -77,8 +77,8 @@ def test_machines_that_are_alike_take_equally_many() -> None:
 
 
 def test_a_machine_has_one_step_at_least_and_sixteen_rounds_at_most() -> None:
-    assert steps_in_time(30, usual_s=1.0, own_s=100.0) == 1
-    assert steps_in_time(30, usual_s=1.0, own_s=1e-4) == 480
+    assert steps_in_time(30, median_s=1.0, own_s=100.0) == 1
+    assert steps_in_time(30, median_s=1.0, own_s=1e-4) == 480
 
 
 def test_before_a_time_is_known_all_take_as_many_without_a_deadline() -> None:
@@ -93,7 +93,7 @@ def test_a_newcomer_takes_the_usual_steps_until_the_deadline() -> None:
     run.commit(0.1, 0.1)
     run.members.append(member(2))
     assert run.steps() == [30, 30, 30]
-    assert run.lease(2)["most_s"] == pytest.approx(SLACK * 3.0)
+    assert run.lease(2)["most_s"] == pytest.approx(DEADLINE_FACTOR * 3.0)
 
 
 def test_a_member_that_comes_back_to_a_new_coordinator_says_its_time() -> None:
@@ -139,20 +139,20 @@ def leases() -> Leases:
 @pytest.mark.parametrize("read", [4, 120])
 def test_samples_that_were_not_read_return(leases: Leases, read: int) -> None:
     who, local = member(0), Round().local
-    assert local.objection(who, 30, {"samples": read}, leases) is None
-    assert local.objection(who, 30, {"samples": read}, leases) is None, "reported again in another view"
-    assert leases.settle(who.instance, 30) == [(0, read)]
+    assert local.check_report(who, 30, {"samples": read}, leases) is None
+    assert local.check_report(who, 30, {"samples": read}, leases) is None, "reported again in another view"
+    assert leases.commit(who.instance, 30) == [(0, read)]
     assert leases.state_dict()["position"] == read
 
 
 def test_a_member_that_has_read_nothing_loses_its_lease(leases: Leases) -> None:
-    assert Round().local.objection(member(0), 30, {"samples": 0}, leases) is None
+    assert Round().local.check_report(member(0), 30, {"samples": 0}, leases) is None
     assert leases.held(member(0).instance) == {}
 
 
 @pytest.mark.parametrize("read", [-4, 121, 4.0, "4", True])
 def test_a_false_number_of_samples_is_no_report(leases: Leases, read: object) -> None:
-    said = Round().local.objection(member(0), 30, {"samples": read}, leases)
+    said = Round().local.check_report(member(0), 30, {"samples": read}, leases)
     assert said is not None
     assert "samples in step 30, and 120 are leased to it" in said
 
@@ -170,7 +170,7 @@ def test_a_false_number_of_samples_is_no_report(leases: Leases, read: object) ->
     ],
 )
 def test_a_malformed_report_is_refused(local: object) -> None:
-    assert Round().local.objection(member(0), 30, {"local": local}, Leases()) == "its DONE message is malformed"
+    assert Round().local.check_report(member(0), 30, {"local": local}, Leases()) == "its DONE message is malformed"
 
 
 def taken(lease: Lease, times: list[float]) -> tuple[list[int], list[int], list[int]]:
@@ -217,7 +217,7 @@ def test_a_round_ends_at_its_deadline_with_the_steps_that_are_done() -> None:
     ],
 )
 def test_invalid_leases_are_refused(said: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"steps for 8 samples|usual norm"):
+    with pytest.raises(ValueError, match=r"steps for 8 samples|median norm"):
         Lease.from_meta({"step": 6, "steps": 6, "ranges": [[0, 8]], **said})
 
 
@@ -258,13 +258,13 @@ def test_steps_of_one_number_draw_random_numbers_of_their_own(repeats: list[int]
 # Outliers
 
 
-def rounds(norms: UsualNorm, *each: float, count: int = FIRST_ROUNDS, steps: int = 30) -> None:
+def rounds(norms: MedianNorm, *each: float, count: int = FIRST_ROUNDS, steps: int = 30) -> None:
     for _ in range(count):
         norms.committed([(norm, steps) for norm in each])
 
 
 def test_the_first_rounds_are_never_clipped() -> None:
-    norms = UsualNorm()
+    norms = MedianNorm()
     for _ in range(FIRST_ROUNDS):
         assert norms.bounds(30) is None
         rounds(norms, 1.0, 1.0, count=1)
@@ -272,39 +272,39 @@ def test_the_first_rounds_are_never_clipped() -> None:
 
 
 def test_the_bound_follows_the_spread() -> None:
-    norms = UsualNorm()
+    norms = MedianNorm()
     rounds(norms, 1.0, 2.0, 4.0)
-    usual, bound = norms.bounds(30) or (0.0, 0.0)
-    assert (usual, bound) == pytest.approx((2.0, 12.0))
-    norms = UsualNorm()
+    median, bound = norms.bounds(30) or (0.0, 0.0)
+    assert (median, bound) == pytest.approx((2.0, 12.0))
+    norms = MedianNorm()
     rounds(norms, 0.1, 1.0, 3.0)
     assert norms.bounds(30) == pytest.approx((1.0, 10.0)), "1 and 10 times 0.9, which is what norms differ by"
 
 
 @pytest.mark.parametrize("others", [1, 3])
 def test_one_member_of_absurd_norms_does_not_move_the_usual(others: int) -> None:
-    norms = UsualNorm()
+    norms = MedianNorm()
     rounds(norms, *[1.0] * (others + 1))
     rounds(norms, 1e6, *[1.0] * others, count=200)
-    usual, bound = norms.bounds(30) or (0.0, 0.0)
-    assert usual == pytest.approx(1.0)
+    median, bound = norms.bounds(30) or (0.0, 0.0)
+    assert median == pytest.approx(1.0)
     assert bound < 1e3
 
 
 def test_when_all_norms_have_grown_the_bound_follows() -> None:
-    norms = UsualNorm()
+    norms = MedianNorm()
     rounds(norms, 1.0, 1.0)
     rounds(norms, 1e4, 1e4, count=200)
-    usual, _ = norms.bounds(30) or (0.0, 0.0)
-    assert usual == pytest.approx(1e4)
+    median, _ = norms.bounds(30) or (0.0, 0.0)
+    assert median == pytest.approx(1e4)
 
 
 def test_members_with_other_numbers_of_steps_are_compared() -> None:
     """Sixteen times as many in one direction are no outlier; nor is a single step of a walk without one."""
-    norms = UsualNorm()
+    norms = MedianNorm()
     rounds(norms, 30.0, 30.0)
     assert (norms.bounds(480) or (0.0, 0.0))[1] > 480.0
-    norms = UsualNorm()
+    norms = MedianNorm()
     rounds(norms, math.sqrt(30), math.sqrt(30))
     assert (norms.bounds(1) or (0.0, 0.0))[1] > 1.0
 
@@ -315,9 +315,9 @@ def test_a_lease_has_the_bound_and_what_was_clipped_is_counted_and_said() -> Non
         run.commit(0.1, 0.1)
     assert run.lease()["clip"] == pytest.approx((1.0, 6.0))
     for _ in range(200):
-        run.commit(0.1, 0.1, norms={1: 1e6}, usual={1: 1.0})
+        run.commit(0.1, 0.1, norms={1: 1e6}, clipped_to={1: 1.0})
     assert run.clipped == {"worker 1 (testhost)": 200}
     assert run.warnings[0] == (
-        "the pseudo-gradient of worker 1 (testhost) for step 30 is clipped: its norm is 1e+06, 1e+06 times the usual 1"
+        "the pseudo-gradient of worker 1 (testhost) for step 30 is clipped: its norm is 1e+06, 1e+06 times the median 1"
     )
     assert len(run.warnings) == 101, "the first hundred, and the 128th"

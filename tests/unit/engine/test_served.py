@@ -21,7 +21,7 @@ from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.replica import Batch
 from smolcluster.config.options import EDPOptions, SyncPSOptions
 from smolcluster.data.leases import Range
-from smolcluster.engine.elastic.gradient_gate import TRIES
+from smolcluster.engine.elastic.gradient_gate import MAX_FAILED_ATTEMPTS
 from smolcluster.engine.elastic.parameter_server import base
 from smolcluster.engine.elastic.wal.journal import Journal
 from smolcluster.errors import SmolclusterError
@@ -65,7 +65,7 @@ def test_what_was_pushed_of_a_step_that_begins_anew_does_not_count(syncps: Serve
     """It was computed on samples that have been set aside, though the step has the same number."""
     (a,) = syncps.join(0)
     before = a.epoch
-    syncps.role._begin_again(1, "because")
+    syncps.role._retry_step(1, "because")
     assert a.epoch > before
     syncps.roster.script = [
         lambda: syncps.push(a, 1.0, epoch=before),
@@ -74,13 +74,13 @@ def test_what_was_pushed_of_a_step_that_begins_anew_does_not_count(syncps: Serve
     ]
     (push,) = syncps.role._collect(1)
     assert float(push.tensors["weight"][0, 0]) == 2.0
-    assert syncps.leases.settle(a.instance, 1) == [Range(4, 4)]
+    assert syncps.leases.commit(a.instance, 1) == [Range(4, 4)]
 
 
 def test_half_a_push_of_before_is_not_the_beginning_of_the_next(syncps: Server) -> None:
     syncps.join(0)
     syncps.role._pushes[0, 1] = object()
-    syncps.role._begin_again(1, "because")
+    syncps.role._retry_step(1, "because")
     assert syncps.role._pushes == {}
 
 
@@ -97,7 +97,7 @@ def test_one_that_pushes_a_step_twice_is_put_out_and_ends_nobody(syncps: Server)
     assert [push.member for push in pushes] == [b]
     syncps.role._record(pushes, syncps.role._average(pushes))
     assert syncps.leases.state_dict() == {"position": 8, "holes": [[0, 4]]}
-    assert syncps.leases.grant("another", 1, 4) == [Range(0, 4)]  # leased again, not set aside
+    assert syncps.leases.grant("another", 1, 4) == [Range(0, 4)]  # leased again, not quarantined
 
 
 def test_samples_of_a_gradient_that_was_only_too_old_are_leased_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_samples_of_a_gradient_that_was_only_too_old_are_leased_again(monkeypatc
     edp.role._answer(edp.push(a, 1.0, version=0))
     assert "1 versions old, which exceeds the staleness bound" in edp.warned[0]
     assert not edp.role._waiting
-    assert edp.leases._aside == []
+    assert edp.leases._quarantined == []
     assert edp.leases.held(a.instance)[3] == lease  # at once, and to whoever is next
     edp.role._answer(edp.push(b, 1.0, version=1))
     assert len(edp.role._waiting) == 1
@@ -341,7 +341,7 @@ def test_edp_ends_when_every_worker_is_refused_again_and_again(monkeypatch: pyte
     push(a, math.nan, times=50)  # one bad machine, while the other is busy: no reason to end
     push(b, 1.0)  # taken, and waits for others
     push(a, math.nan, times=50)
-    for _ in range(TRIES):
+    for _ in range(MAX_FAILED_ATTEMPTS):
         push(b, math.nan)
         push(a, math.nan)
     assert edp.roster.evicted == []
@@ -458,19 +458,19 @@ def test_edp_updates_when_all_have_pushed_or_a_global_batch_is_there(monkeypatch
     a, b = server.join(0, 1)
     a.batch_size = 5  # together 9; of the present leases 8
     timed(server, a, step=1, samples=4, seconds=1.0)
-    assert not server.role._enough()
+    assert not server.role._update_is_due()
     timed(server, b, step=1, samples=4, seconds=1.0)
-    assert server.role._enough()
+    assert server.role._update_is_due()
     server.role._waiting, server.role._samples = {}, 0
     timed(server, a, step=2, samples=4, seconds=1.0)
-    assert not server.role._enough()
+    assert not server.role._update_is_due()
     timed(server, a, step=3, samples=5, seconds=1.0)
-    assert server.role._enough()
+    assert server.role._update_is_due()
 
     server = Server(EDP, EDPOptions(server_batch=9), monkeypatch)
     (a,) = server.join(0)
     timed(server, a, step=1, samples=4, seconds=1.0)
-    assert not server.role._enough()
+    assert not server.role._update_is_due()
 
 
 def test_a_push_with_a_buffer_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -455,7 +455,7 @@ def test_blocks_compile_once_for_all(config: GPTConfig, recompute: bool) -> None
     model.gradient_checkpointing = recompute
     with (
         unittest.mock.patch("torch.compile", partial(torch.compile, backend=backend)),
-        unittest.mock.patch("smolcluster.compute.replica.DEEP", 3),
+        unittest.mock.patch("smolcluster.compute.replica.MIN_LAYERS_BY_REGION", 3),
     ):
         loss = compiled(model, task_loss)
     for _ in range(2):

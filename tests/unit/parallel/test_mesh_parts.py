@@ -198,7 +198,7 @@ def test_micro_batches_divide_the_batch() -> None:
         num_microbatches(PipelineOptions(num_microbatches=5), [12], 2)
     # Two stages on each of three ranks: three rounds of ten would not be equally long.
     assert num_microbatches(PipelineOptions(schedule="interleaved"), [10], 6) == 5
-    with pytest.raises(UserError, match="num_microbatches = 10 cannot be dealt out in equal rounds of 3 or more"):
+    with pytest.raises(UserError, match="num_microbatches = 10 cannot be divided into equal rounds of 3 or more"):
         num_microbatches(PipelineOptions(schedule="interleaved", num_microbatches=10), [10], 6)
 
 

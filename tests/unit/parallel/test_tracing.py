@@ -166,10 +166,10 @@ class Pair(Wrapped):
     ("make", "reason"),
     [
         (Unused, "three.bias has no part in its forward"),
-        (Steps, "it takes other steps in training than else"),
-        (Counting, "what it does depends on the number of samples"),
-        (Makes, "it makes a tensor of its own; register that as a buffer"),
-        (Pair, "it returns something else than one tensor"),
+        (Steps, "its steps differ between training and evaluation"),
+        (Counting, "its steps depend on the number of samples"),
+        (Makes, "it creates a tensor; register that as a buffer"),
+        (Pair, "it does not return exactly one tensor"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_with_the_reason(make: Callable[[], nn.Module], reason: str) -> None:

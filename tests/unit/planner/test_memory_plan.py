@@ -1,4 +1,4 @@
-"""Knowing memory before a run: the ledger, the rehearsal against the formulas, what is refused, and what is shown."""
+"""Memory estimates before a run: the tracker, fake tensors against the formulas, rejected plans, and the report."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smolcluster.cli import main
 from smolcluster.compute import memory
-from smolcluster.compute.ledger import Held, Ledger, Peak
 from smolcluster.compute.memory import free_bytes, machine_bytes, parse_size
+from smolcluster.compute.memory_tracker import MemoryTracker, MemoryUse, Peak
 from smolcluster.config import load_config, resolve
 from smolcluster.engine import role
 from smolcluster.engine.checks import Room, check_memory
@@ -73,51 +73,54 @@ def four() -> Workload:
     return subject(4)
 
 
-# The ledger
+# The tracker
 
 
 def test_a_storage_counts_once_and_as_long_as_it_lives() -> None:
-    with Ledger(CPU) as ledger:
+    with MemoryTracker(CPU) as tracker:
         a = torch.zeros(1000)
         views = [a.view(10, 100), a[5:], a.t()]
-        assert ledger.now.total == 4000
+        assert tracker.now.total == 4000
         b = torch.zeros(500, dtype=torch.float64)
-        assert ledger.now.total == 8000
+        assert tracker.now.total == 8000
         del a, views
-        assert ledger.now.total == 4000
+        assert tracker.now.total == 4000
         b.untyped_storage().resize_(800)
-        assert ledger.now.total == 800
-    assert ledger.peak().at.total == 8000
+        assert tracker.now.total == 800
+    assert tracker.peak().at_peak.total == 8000
 
 
 def test_what_something_is_for_may_be_said_after_the_peak() -> None:
-    with Ledger(CPU) as ledger:
+    with MemoryTracker(CPU) as tracker:
         weight, passing = torch.zeros(100), torch.zeros(1000)
-        since = ledger.position
+        since = tracker.position
         del passing
         more = torch.zeros(50)
-        ledger.label([weight], "parameters")
-        ledger.label([more, None], "optimizer")
-    assert ledger.peak().at == Held(parameters=400, other=4000)
-    assert ledger.peak(since) == Peak(at=Held(parameters=400, optimizer=200), each=Held(parameters=400, optimizer=200))
-    assert ledger.peak(settled=True).at == Held(parameters=400, optimizer=200, other=4000)
+        tracker.label([weight], "parameters")
+        tracker.label([more, None], "optimizer")
+    assert tracker.peak().at_peak == MemoryUse(parameters=400, other=4000)
+    assert tracker.peak(since) == Peak(
+        at_peak=MemoryUse(parameters=400, optimizer=200), of_each_kind=MemoryUse(parameters=400, optimizer=200)
+    )
+    assert tracker.peak(steady_state=True).at_peak == MemoryUse(parameters=400, optimizer=200, other=4000)
 
 
-def test_the_ledger_sees_backward_and_leaves_torch_as_it_was() -> None:
+def test_the_tracker_sees_backward_and_leaves_torch_as_it_was() -> None:
     before = torch.UntypedStorage.resize_
     model = nn.Linear(64, 64)
-    with Ledger(CPU) as ledger:
+    with MemoryTracker(CPU) as tracker:
         model(torch.zeros(2, 64)).sum().backward()
         assert model.weight.grad is not None
-        ledger.label([model.weight.grad, model.bias.grad], "gradients")
-        assert ledger.now.gradients == 4 * (64 * 64 + 64)
+        tracker.label([model.weight.grad, model.bias.grad], "gradients")
+        assert tracker.now.gradients == 4 * (64 * 64 + 64)
     assert torch.UntypedStorage.resize_ is before
 
 
-# The rehearsal against the formulas
+# The estimate on fake tensors against the formulas
 
 
-# Beside the model diloco has what a ledger cannot tell apart: the weights that a round began with, the outer optimizer's state.
+# In addition to the model diloco has tensors that the tracker cannot label: the weights at the start of the round, and the
+# state of the outer optimizer.
 ELSEWHERE = ("single", "pipeline", "diloco")
 MESH = [
     *(c for c in choices(4, every=True) if c.plane == "mesh" and c.strategy not in ELSEWHERE),
@@ -141,7 +144,7 @@ def test_states_are_those_of_the_formula(four: Workload, choice: Choice) -> None
     for alike in alike_seats(scene, every_seat=True):
         rank = alike[0].rank
         cost, seen = costs[rank], estimate_rank(four, choice, rank, [Activations()])
-        at_most, at_rest = seen.ways[Activations()].each, seen.states
+        at_most, at_rest = seen.ways[Activations()].of_each_kind, seen.states
         parameters = at_most.parameters if stage == 2 else at_rest.parameters  # whole while they are used
         gradients = (
             at_most.gradients
@@ -197,9 +200,9 @@ def test_recomputing_takes_less_and_plain_attention_more() -> None:
     )
     ways = made.seats[0].ways
     assert (
-        ways[Activations(True, False)].each.other
-        < ways[Activations()].each.other
-        < ways[Activations(False, True)].each.other
+        ways[Activations(True, False)].of_each_kind.other
+        < ways[Activations()].of_each_kind.other
+        < ways[Activations(False, True)].of_each_kind.other
     )
 
 
@@ -236,7 +239,7 @@ def test_what_looks_at_a_batch_before_it_starts_is_rehearsed_too() -> None:
     for made in (subject(2, {"strategy.layer_distribution": "auto"}), own("Residual")):
         found = forecast(made, pipeline, ways=[Activations()])
         assert not found.cannot
-        assert found.seats[0].ways[Activations()].at.total > 0
+        assert found.seats[0].ways[Activations()].at_peak.total > 0
     cut = Choice(label="cp", strategy="mesh", options={"cp": 2})
     assert forecast(subject(2, {}), cut, ways=[Activations()]).seats[0].ways
     odd = forecast(subject(2, {"model.max_seq_len": 31}), cut, ways=[Activations()])
@@ -376,10 +379,16 @@ def test_memory_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def row(label: str, peak: int, *, less: int | None = None, **fields: Any) -> Forecast:
     half = peak // 2
-    ways = {Activations(): Peak(at=Held(parameters=half, other=peak - half), each=Held(parameters=half, other=peak))}
+    ways = {
+        Activations(): Peak(
+            at_peak=MemoryUse(parameters=half, other=peak - half), of_each_kind=MemoryUse(parameters=half, other=peak)
+        )
+    }
     if less is not None:
-        ways[Activations(True, False)] = Peak(at=Held(parameters=less), each=Held(parameters=less))
-    seat = SeatMemory(ranks=[0, 1], role="worker", states=ways[Activations()].each, ways=ways, **fields)
+        ways[Activations(True, False)] = Peak(
+            at_peak=MemoryUse(parameters=less), of_each_kind=MemoryUse(parameters=less)
+        )
+    seat = SeatMemory(ranks=[0, 1], role="worker", states=ways[Activations()].of_each_kind, ways=ways, **fields)
     choice = Choice(label=label, strategy="fsdp", options={"fsdp_stage": 3})
     return Forecast(choice=choice, seats=[seat], costs=[dataclasses.replace(cost(0), bytes_sent=3 * 10**6)] * 2)
 

@@ -19,7 +19,7 @@ from tests.serving import RandomSource, llama, qwen3
 from smolcluster.comm.addresses import split_address
 from smolcluster.comm.elastic.collectives.state_transfer import state_messages
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
-from smolcluster.compute.memory import built_in_bytes, machine_bytes
+from smolcluster.compute.memory import machine_bytes, physical_memory_bytes
 from smolcluster.serve.engine import wire
 from smolcluster.serve.engine.front import Front
 from smolcluster.serve.engine.layout import LayoutOptions
@@ -346,7 +346,7 @@ def test_shared_memory_does_not_depend_on_loaded_weights() -> None:
         worker._weights.tensors = weights
         worker._join(MODEL)
         told.append(wire.read_offer(link.sent[-1].meta).shared_bytes)
-    assert told == [built_in_bytes(torch.device("cpu"))] * 2
+    assert told == [physical_memory_bytes(torch.device("cpu"))] * 2
     assert told[0] >= machine_bytes()
 
 

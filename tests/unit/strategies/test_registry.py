@@ -385,7 +385,7 @@ def test_cost_is_the_formula_of_the_docstring(workers: int, bound: int) -> None:
 def test_what_only_the_elastic_plane_refuses_is_known_without_a_model() -> None:
     elastic = find_strategy("fsdp", plane="elastic")
     refused = elastic.plan(elastic.Config(fsdp_stage=3), NODES, None).refusals
-    assert refused == ["fsdp_stage 3 needs machines that stay; on the elastic plane there are 0 and 1"]
+    assert refused == ["fsdp_stage 3 needs fixed membership; the elastic plane has stages 0 and 1"]
 
 
 def test_options_are_what_a_strategy_is_generic_in() -> None:

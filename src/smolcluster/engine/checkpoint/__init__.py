@@ -1,4 +1,4 @@
-"""Checkpoints: what is in one, how it becomes durable, how others read it.
+"""Checkpoints: their contents, how they become durable, how other programs read them.
 
 store.py               all checkpoints of a run: save, verify, fall back, delete
 snapshot.py            one checkpoint: its contents and files

@@ -5,7 +5,7 @@
         model.safetensors    the weights, with their names (models/hugging_face.py)
         tokenizer.json, ...  tokenizer and chat template, where the run has them as files (tokenizer_files.py)
 
-All are written and flushed in a `.tmp-` folder beside OUT, which is then renamed: OUT is complete or does not exist.
+All are written and flushed in a `.tmp-` folder next to OUT, which is then renamed: OUT is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def export_run(run: Path, out: Path, *, checkpoint: str | None = None, dtype: st
     except ValueError as error:
         raise UserError(f"{place.path} cannot be exported: {error}") from error
     files = tokenizer_of(place, config.data)
-    write_folder(out, hf_config, tensors, beside=files)
+    write_folder(out, hf_config, tensors, extra=files)
     return Exported(
         architecture=hf_config["architectures"][0],
         checkpoint=folder_name(snapshot.step),
@@ -83,7 +83,7 @@ def check_free(out: Path) -> None:
         if out.is_dir() and next(out.iterdir(), None) is not None:
             raise UserError(f"the folder {out} is not empty; name a new one, or empty it first")
         if out.resolve() == Path.cwd():
-            raise UserError("OUT is the folder you are in; name a new one inside it")
+            raise UserError("OUT is the current folder; name a new one inside it")
     except OSError as error:
         raise UserError(f"cannot read {out}: {error.strerror or error}; name another folder") from error
 
@@ -93,10 +93,10 @@ def write_folder(
     config: Mapping[str, object],
     tensors: Mapping[str, Tensor],
     *,
-    beside: Mapping[str, bytes] | None = None,
+    extra: Mapping[str, bytes] | None = None,
     files: Files | None = None,
 ) -> None:
-    """Write the folder atomically: the shape, the weights, and the files in `beside`."""
+    """Write the folder atomically: the shape, the weights, and the files in `extra`."""
     files = files or Files()
     temporary = out.parent / temporary_name(out.name)
     try:
@@ -105,7 +105,7 @@ def write_folder(
         with files.create(temporary / WEIGHTS) as raw:
             TensorFile.plan(tensors).write_to(HashedFile(raw))
             raw.fsync()
-        for name, content in {**(beside or {}), CONFIG: f"{json.dumps(config, indent=2)}\n".encode()}.items():
+        for name, content in {**(extra or {}), CONFIG: f"{json.dumps(config, indent=2)}\n".encode()}.items():
             with files.create(temporary / name) as raw:
                 raw.write(content)
                 raw.fsync()

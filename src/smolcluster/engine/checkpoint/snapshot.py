@@ -275,7 +275,7 @@ def state_for(snapshot: Snapshot, *, strategy: str, rank: int | None, num_ranks:
         scoped.setdefault(scope, {})[name] = key
     same, shared = saved_by == strategy, scoped.get(ALL, {})
     if (not same or rank is None) and (in_flight := numbers.pop("in_flight", [])):
-        numbers["updates"] = snapshot.step  # as if they had changed nothing
+        numbers["updates"] = snapshot.step  # as if those gradients had changed nothing
         shared = {name: key for name, key in shared.items() if not name.startswith(IN_FLIGHT)}
         unused.append(f"{len(in_flight)} gradients in flight of {saved_by}")
     if same:
@@ -318,7 +318,7 @@ def check_compatible(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> N
         )
 
 
-def check_whole(snapshot: Snapshot, replica: Replica) -> None:
+def check_complete(snapshot: Snapshot, replica: Replica) -> None:
     """Raise UserError if optimizer state of a trained parameter is missing in an assembled checkpoint of the elastic plane.
 
     In other checkpoints such a parameter may never have had a gradient.

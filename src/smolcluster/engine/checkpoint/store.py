@@ -84,7 +84,7 @@ class CheckpointStore:
             self._prune(final.name)
         return final
 
-    def set_aside_after(self, step: int) -> list[Path]:
+    def move_aside_after(self, step: int) -> list[Path]:
         """Move checkpoints of later steps aside: a run that goes back to `step` will write these steps again."""
         later = [path for path in self.list() if _step_of(path.name) > step]
         if not later:

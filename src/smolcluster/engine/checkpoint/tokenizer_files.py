@@ -1,11 +1,11 @@
-"""The tokenizer and chat template of a model: files beside it, with Hugging Face's names.
+"""The tokenizer and chat template of a model: files next to its weights, with Hugging Face's names.
 
 RUN/tokenizer/
     tokenizer.json                   or vocab.json and merges.txt
     tokenizer_config.json, ...       special tokens, the chat template, stop tokens
 
 `import` writes them, and a run whose `data.tokenizer` is a path has a copy. `train --resume` and `serve` read them, `export`
-writes them beside the weights.
+writes them next to the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 
 DEFINITION, GENERATION = "tokenizer.json", "generation_config.json"
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", GENERATION, "chat_template.jinja")
+_OPTIONAL = ("tokenizer_config.json", "special_tokens_map.json", GENERATION, "chat_template.jinja")
 
 
 def read_tokenizer(folder: Path) -> dict[str, bytes]:
@@ -34,7 +34,7 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
         found = dict(zip(GPT2_FILES[1], pair, strict=True))
     else:
         return {}
-    found |= {name: folder / name for name in _BESIDE if (folder / name).is_file()}
+    found |= {name: folder / name for name in _OPTIONAL if (folder / name).is_file()}
     try:
         return {name: path.read_bytes() for name, path in found.items()}
     except OSError as error:

@@ -22,7 +22,7 @@ from smolcluster.comm.view import ViewMember
 from smolcluster.engine.elastic.adopted_config import MAX_STEPS
 from smolcluster.engine.identity import instance_of
 
-LISTED = 2000  # tensors: a model with more is compared by its hash
+MAX_LISTED = 2000  # tensors: a model with more is compared by its hash
 FIRST_ROWS = 1000  # allowed beyond the number of samples: rows of refused steps
 ROW_BYTES = 16 << 10
 TENSOR_BYTES = 128  # of a row for each tensor: its name and gradient norm
@@ -58,7 +58,7 @@ class Admission:
         if type(size) is not int or not 0 < size <= self.num_samples:
             raise JoinRefused(f"its batch size is {size!r}")
         if self.exchanging:
-            _check_seat(peer, meta.get("address"))
+            _check_address(peer, meta.get("address"))
         step = meta.get("step")
         return Member(
             rank=peer.rank,
@@ -87,7 +87,7 @@ class RowQuota:
         return True
 
     def first_refusal(self, rank: int) -> bool:
-        """Return True on the first call for a rank: the warning is logged once for each."""
+        """Return True on the first call for a rank: the warning is logged once per rank."""
         first = rank not in self._warned
         self._warned.add(rank)
         return first
@@ -100,10 +100,10 @@ def layout_of(weights: Mapping[str, Tensor]) -> list[list[Any]]:
 
 def short_layout(layout: list[list[Any]]) -> list[list[Any]] | str:
     """Return the layout, or its hash where it would not fit a message."""
-    return layout if len(layout) <= LISTED else hashlib.sha256(json.dumps(layout).encode()).hexdigest()
+    return layout if len(layout) <= MAX_LISTED else hashlib.sha256(json.dumps(layout).encode()).hexdigest()
 
 
-def _check_seat(peer: Peer, address: Any) -> None:
+def _check_address(peer: Peer, address: Any) -> None:
     """Refuse a name or an address that other workers could not parse in a view."""
     try:
         ViewMember.from_meta({"rank": peer.rank, "instance": peer.instance, "host": peer.host, "address": address})
@@ -112,7 +112,7 @@ def _check_seat(peer: Peer, address: Any) -> None:
 
 
 def _difference(ours: list[list[Any]], theirs: Any) -> str:
-    if isinstance(theirs, str) and len(ours) > LISTED:
+    if isinstance(theirs, str) and len(ours) > MAX_LISTED:
         return "" if theirs == short_layout(ours) else f"one of its tensors differs from the server's {len(ours)}"
     if not isinstance(theirs, list) or len(theirs) != len(ours):
         return f"{len(theirs) if isinstance(theirs, list) else 'no'} tensors where the server has {len(ours)}"

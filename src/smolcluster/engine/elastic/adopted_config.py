@@ -57,7 +57,7 @@ def read_plan(meta: Mapping[str, Any]) -> ServerPlan:
     if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run):
         raise ValueError("its run has no id")
     if type(steps) is not int or not 0 < steps <= MAX_STEPS:
-        raise ValueError("its number of steps is not a whole number above 0")
+        raise ValueError("its number of steps is not a positive integer")
     if not isinstance(config, dict):
         raise ValueError("it has no configuration")
     for name, value in config.items():
@@ -214,7 +214,7 @@ def _adopt_task(config: Config, theirs: Any, *, server: str) -> None:
     """Check that both sides train a task, or neither. `config.task` is the owner's."""
     if theirs is not None and config.task is None:
         raise UserError(
-            f"the server at {server} trains a task of its own, {theirs!r:.200}; code is not sent: start this worker with a "
+            f"the server at {server} trains a custom task, {theirs!r:.200}; code is not sent: start this worker with a "
             "copy of that file, as worker RANK HOSTNAME --task FILE.py:Class"
         )
     if theirs is None and config.task is not None:

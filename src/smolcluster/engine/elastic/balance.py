@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SMOOTHING = 0.3  # weight of the newest step
-ALIKE = 1.25  # machines within this factor of the usual one are alike: measurements vary
-MOST = 16  # times the usual steps; of 30 that is 480, about the longest rounds of the DiLoCo paper
+EQUAL_WITHIN = 1.25  # step times within this factor of the median count as equal: measurements vary
+MAX_FACTOR = (
+    16  # times the steps of the median machine; with 30 that is 480, about the longest rounds of the DiLoCo paper
+)
 
 
 def share_out(total: int, speeds: Sequence[float], fixed_s: Sequence[float] = (), *, unit: int = 1) -> list[int]:
@@ -31,14 +33,14 @@ def share_out(total: int, speeds: Sequence[float], fixed_s: Sequence[float] = ()
     return [(share + 1) * unit for share in shares]
 
 
-def steps_in_time(steps: int, *, usual_s: float, own_s: float) -> int:
-    """Return how many steps a machine takes while the usual one takes `steps`; `own_s`, `usual_s`: seconds per step."""
-    if steps == 1 or max(own_s, usual_s) <= ALIKE * min(own_s, usual_s):
+def steps_in_time(steps: int, *, median_s: float, own_s: float) -> int:
+    """Return the steps that a machine takes while the median one takes `steps`; `own_s`, `median_s`: seconds per step."""
+    if steps == 1 or max(own_s, median_s) <= EQUAL_WITHIN * min(own_s, median_s):
         return steps
-    return max(1, min(MOST * steps, round(steps * usual_s / own_s)))
+    return max(1, min(MAX_FACTOR * steps, round(steps * median_s / own_s)))
 
 
 def smoothed(before: float, now: float, *, steps: int = 1) -> float:
-    """Update a running mean by a measurement over so many steps; 0 means no measurement yet."""
+    """Update a running mean by a measurement over `steps` steps; 0 means no measurement yet."""
     kept = (1 - SMOOTHING) ** steps
     return now if before == 0 else kept * before + (1 - kept) * now

@@ -17,21 +17,21 @@ from collections.abc import Collection, Iterable, Sequence
 
 LEAST_S = 30.0  # the shortest deadline
 FIRST_S = 300.0  # for a member that has not contributed yet, and while too few steps are measured
-ENOUGH = 8  # steps
-KEPT = 64  # steps
+MIN_STEPS = 8  # steps
+MAX_STEPS = 64
 WAITING_S = 1.0  # the interval of WAITING
-FRESH_S = 5 * WAITING_S  # how long a WAITING counts
+FRESH_S = 5 * WAITING_S  # how long a WAITING is valid
 POLL_S = 0.25  # between two checks
-STOOD_STILL_S = 1.0  # a longer gap between two checks: this process was stopped, and has unread messages
+STOPPED_S = 1.0  # after a longer gap between two checks this process was stopped, and has unread messages
 
 
 def step_deadline(times: Sequence[float]) -> float:
     """Return the seconds that a step may take, from the seconds that recent ones took."""
-    if len(times) < ENOUGH:
+    if len(times) < MIN_STEPS:
         return FIRST_S
     ordered = sorted(times)
-    usual, slow = statistics.median(ordered), ordered[math.ceil(0.9 * len(ordered)) - 1]
-    return max(LEAST_S, 4 * usual, usual + 10 * (slow - usual))
+    median, slow = statistics.median(ordered), ordered[math.ceil(0.9 * len(ordered)) - 1]
+    return max(LEAST_S, 4 * median, median + 10 * (slow - median))
 
 
 class ComputeWatch:
@@ -41,11 +41,11 @@ class ComputeWatch:
         """`timeout_s`: a fixed deadline instead of one that adapts."""
         self._timeout_s = timeout_s
         self._deadline_s = FIRST_S if timeout_s is None else timeout_s  # of a member that has contributed
-        self._times: deque[float] = deque(maxlen=KEPT)
-        self._began = self._looked = -math.inf
+        self._times: deque[float] = deque(maxlen=MAX_STEPS)
+        self._began = self._checked = -math.inf
         self._since: dict[str, float] = {}  # computing since, or last seen waiting
         self._waited: dict[str, float] = {}  # the last WAITING
-        self._proven: set[str] = set()  # contributed to a step
+        self._proven: set[str] = set()  # members that have contributed to a step
 
     def begin(self, members: Iterable[str], *, now: float) -> None:
         """Start the clocks of the members of a view."""
@@ -63,7 +63,7 @@ class ComputeWatch:
         self.begin(list(self._since), now=now)
 
     @property
-    def usual_s(self) -> float:
+    def median_s(self) -> float:
         """The median step time; 0: unknown."""
         return statistics.median(self._times) if self._times else 0.0
 
@@ -76,14 +76,14 @@ class ComputeWatch:
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time for a check: not at every message."""
-        return now - self._looked >= POLL_S
+        return now - self._checked >= POLL_S
 
     def overdue(self, *, delivered: Collection[str], now: float) -> dict[str, float]:
         """Return the members that hang, and for how long. `delivered`: have sent their result of this step."""
         if not self.is_due(now):
             return {}
-        passed_s, self._looked = now - self._looked, now
-        if passed_s > POLL_S + STOOD_STILL_S:
+        passed_s, self._checked = now - self._checked, now
+        if passed_s > POLL_S + STOPPED_S:
             self._since = {member: min(now, since + passed_s) for member, since in self._since.items()}
             return {}
         fresh = {member for member, when in self._waited.items() if now - when <= FRESH_S}

@@ -1,4 +1,4 @@
-"""Evaluation beside training: on a copy of the weights, in a thread.
+"""Evaluation during training: on a copy of the weights, in a thread.
 
 One evaluation runs and one may wait; a newer one replaces the one that waits. So a slow machine evaluates less often and never
 holds up the workers. Every submitted evaluation gets its callback, with an empty result where it was replaced or cancelled.

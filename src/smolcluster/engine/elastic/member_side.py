@@ -1,6 +1,6 @@
 """The membership of a worker, under every strategy: handle messages of the server, load its state, take leases.
 
-A worker that joins or rejoins gets the weights, the optimizer state and a lease, and takes part from the next step boundary.
+A worker that joins or rejoins gets the weights, the optimizer state and a lease, and trains from the next step boundary on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smolcluster.strategies.base.replicated import Exchanging
 class MemberSide:
     alone = False  # trains without the server
     recall: Callable[[int], Mapping[str, Tensor]] | None = (
-        None  # loads the own state that this worker saved after a step
+        None  # loads the local state that this worker saved after a step
     )
 
     def init_member(self, strategy: Exchanging[Any]) -> None:
@@ -36,7 +36,7 @@ class MemberSide:
         assert self.context.server_link is not None
         return self.context.server_link
 
-    def come_back(self) -> None:
+    def end_alone(self) -> None:
         """Stop training without the server."""
 
     def introduction(self) -> dict[str, Any]:

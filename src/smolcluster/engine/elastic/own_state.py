@@ -1,7 +1,8 @@
-"""Error feedback of a codec, saved on the worker's own disk after the steps that the run saves.
+"""The local state of a worker (`State.own`), saved on its disk after the steps that the run saves.
 
-It is as large as the model, so it is not sent over a network that needs a codec. A restarted worker that is welcomed with the
-state of such a step loads it; without it the worker starts with none, like one that joins.
+Depending on the strategy: error feedback of the codec, local weights, the state of the inner optimizer, late work. It is at
+least as large as the model, so it is not sent. A restarted worker that receives the run's state of such a step loads it;
+without it the worker starts with none, like one that joins.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 class OwnState:
     def __init__(self, folder: Path, *, rank: int, keep: int) -> None:
-        """`keep`: how many steps to keep, as for checkpoints."""
+        """`keep`: the number of steps to keep, as for checkpoints."""
         self._folder, self._rank, self._keep = folder, rank, keep
         self._last = -1
 
@@ -28,15 +29,15 @@ class OwnState:
         if not tensors or step == self._last:
             return
         path = self._path(step)
-        half = path.with_suffix(".part")
+        partial = path.with_suffix(".part")
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, half)
-            half.replace(path)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+            partial.replace(path)
             for old in sorted(self._folder.glob(self._path_name("*")))[: -self._keep]:
                 old.unlink(missing_ok=True)
         except OSError as error:
-            log.warning("error feedback of step %d is not saved: %s", step, error)
+            log.warning("the local state of step %d is not saved: %s", step, error)
         self._last = step
 
     def load(self, step: int) -> dict[str, Tensor]:
@@ -44,7 +45,7 @@ class OwnState:
         try:
             return dict(load_file(path)) if path.exists() else {}
         except (OSError, SafetensorError) as error:
-            log.warning("error feedback of step %d cannot be read and starts at zero: %s", step, error)
+            log.warning("the local state of step %d cannot be read and starts empty: %s", step, error)
             return {}
 
     def _path(self, step: int) -> Path:

@@ -83,21 +83,21 @@ class ElasticRounds(Rounds, MemberSide):
         self._reported_waiting = 0.0
         self._newest = 0  # epoch of the newest view that was announced; older views are over
         self._disconnected = False  # from the coordinator: no view holds
-        self._settled = False  # this worker holds what it owns in the current view
+        self._has_state = False  # of what it owns in the current view
         self._donated: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # a state for a later view
         self._link.at_once(Kind.VIEW, self._announced)
         self._link.at_once(Kind.WELCOME, lambda _: self._abort("this worker was evicted and rejoins"))
         self._link.at_once(None, self._on_disconnected)
         self._apply_s = 0.0  # time to apply the last result
         self._round = 0  # the last step of the round that was begun
-        self._local: Mapping[str, Any] | None = None  # of the last round: a coordinator that restarts asks for it
+        self._local: Mapping[str, Any] | None = None  # of the last round: a restarted coordinator needs it
         self._shares: dict[int, list[Tensor]] = {}  # of the next round to follow, in slices
         self._pull: Message | None = None  # an upload that was requested, until no round is under way here
         self._alone = Alone(self.context, self.replica, most_steps=strategy.max_rounds_apart * strategy.local_steps)
         self._late: list[list[int]] = []  # rounds that this worker was late for, each with its leased samples
 
     def introduction(self) -> dict[str, Any]:
-        self.come_back()
+        self.end_alone()
         held = [[flight.step, flight.epoch] for flight in self.flights if flight.reported]
         local = {} if self._local is None else {"local": self._local}
         return {"address": self._address, "updates": self._strategy.version, "held": held, **local}
@@ -106,7 +106,7 @@ class ElasticRounds(Rounds, MemberSide):
         while not self._over:
             self._check_stop()
             self._advance(wait=False)
-            if self._goes_on_alone():
+            if self._trains_alone():
                 if (lease := self._alone.lease()) is not None:
                     self._round = 0
                     return lease
@@ -132,26 +132,26 @@ class ElasticRounds(Rounds, MemberSide):
         self._advance(wait=False)
 
     def settle(self, *, in_flight: int) -> None:
-        while len(self.flights) > in_flight and not self._over and not self._goes_on_alone():
+        while len(self.flights) > in_flight and not self._over and not self._trains_alone():
             self._advance(wait=True)
 
-    def _goes_on_alone(self) -> bool:
-        """Return whether this worker trains without the coordinator now."""
+    def _trains_alone(self) -> bool:
+        """Return whether this worker trains without the coordinator; begin to if the link is lost."""
         if not self.alone and self._alone.is_possible and not self._link.connected:
-            # A result that was reported may have counted: it is kept, and applied if the coordinator says so.
+            # A reported result may have been committed: keep it, and apply it if the coordinator sends its COMMIT.
             held = deque(flight for flight in self.flights if flight.reported)
-            self._strategy.set_aside([flight for flight in self.flights if not flight.reported], held=held)
+            self._strategy.keep_late([flight for flight in self.flights if not flight.reported], held=held)
             self.flights = held
-            self._strategy.go_on_alone()
+            self._strategy.begin_alone()
             self._alone.begin()
             self.alone = True
         return self.alone
 
-    def come_back(self) -> None:
+    def end_alone(self) -> None:
         if self.alone:
             self.alone = False
             self._alone.end()
-            self._strategy.come_back()
+            self._strategy.end_alone()
 
     def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]:
         mine.epoch = self._epoch
@@ -238,15 +238,15 @@ class ElasticRounds(Rounds, MemberSide):
                 if message.meta.get("share"):
                     self._share(self.flights[0])
                 self._take_step(weight=float(message.meta["weight"]), norm=float(message.meta["norm"]))
-            case Kind.PULL if self._settled:  # else the next view repeats it
+            case Kind.PULL if self._has_state:  # else the next view repeats it
                 self._pull = message
             case _:
                 pass
-        asked, version = self._pull, self._strategy.version
+        pull, version = self._pull, self._strategy.version
         between = self._strategy.shares_state_in_rounds or not self.flights
-        if asked is not None and version >= asked.step and between:
+        if pull is not None and version >= pull.step and between:
             self._pull = None
-            self._upload(version if self.local_steps > 1 else asked.step, first=bool(asked.meta["first"]))
+            self._upload(version if self.local_steps > 1 else pull.step, first=bool(pull.meta["first"]))
 
     def _take_step(self, *, weight: float, norm: float) -> None:
         """Apply the oldest round in flight after its commit."""
@@ -310,7 +310,7 @@ class ElasticRounds(Rounds, MemberSide):
         most = self._strategy.max_rounds_apart
         if late := bool(welcome.meta.get("late")):
             self._late += [[flight.step, flight.samples] for flight in self.flights if flight.samples > 0]
-        self._strategy.set_aside(self.flights if late or most else [])
+        self._strategy.keep_late(self.flights if late or most else [])
         if not late and not self._late:
             self._strategy.unlease_late()
         if most and (behind := (welcome.step - self._strategy.version) / self.local_steps) > most:
@@ -337,7 +337,7 @@ class ElasticRounds(Rounds, MemberSide):
         view = View.from_meta(meta["view"])
         ranks, steps = [member.rank for member in view.members], [flight.step for flight in self.flights]
         log.debug("view %d: members %s from step %d on; in flight here: %s", view.epoch, ranks, view.step + 1, steps)
-        self._epoch, self._settled = view.epoch, False
+        self._epoch, self._has_state = view.epoch, False
         self._keys = {m.instance: self._keys[m.instance] for m in view.members if m.instance in self._keys}
         self._group = self._peers.form(view, self._keys)
         if self._is_over(view):
@@ -353,7 +353,7 @@ class ElasticRounds(Rounds, MemberSide):
             self.combination.formed(self._group, view, meta["established"])
         except ViewChanged:
             return  # superseded by the next view
-        self._settled = True
+        self._has_state = True
         if me in meta["idle"]:
             # The others have computed these steps or hold their leases; those of an earlier view have returned.
             self._link.leases.clear()
@@ -396,17 +396,17 @@ class ElasticRounds(Rounds, MemberSide):
             self._check_stop()
             self._report_waiting()
             try:
-                said, tensors = self._donated or self._peers.receive_state(STATE_POLL_S)
+                meta, tensors = self._donated or self._peers.receive_state(STATE_POLL_S)
             except PeerLost:
                 continue
-            epoch = said.get("epoch")
+            epoch = meta.get("epoch")
             if isinstance(epoch, int) and epoch > view.epoch:
                 # Its sender is in the next view already, and sends it only once.
-                self._donated = said, tensors
+                self._donated = meta, tensors
                 return False
             self._donated = None
             if epoch == view.epoch:
-                self._strategy.load_state(State.unpacked(tensors, said["numbers"]))
+                self._strategy.load_state(State.unpacked(tensors, meta["numbers"]))
                 self.flights.clear()
                 return True
         return False

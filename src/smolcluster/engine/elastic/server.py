@@ -243,7 +243,7 @@ class Server(Role):
             rounds_ahead=self.strategy.rounds_in_flight + 1,
             local_steps=self._local_steps,
             equal_time=self.strategy.equal_time,
-            whole=self.strategy.results_are_whole,
+            replicated=self.strategy.results_are_replicated,
             tokens_per_sample=tokens,
             step_timeout_s=self.strategy.round_timeout,
             quorum=self.strategy.quorum,
@@ -370,9 +370,9 @@ class Server(Role):
         who, epoch = member.instance, self.roster.epoch
         self.history.add(history.MemberLine(event=what, rank=member.rank, instance=who, epoch=epoch, reason=reason))
         if what == "joined" and member.returning:
-            self._tell(f"{member.name} is back")
+            self._notify(f"{member.name} is back")
         elif what == "joined":
-            self._tell(f"{member.name} joined")
+            self._notify(f"{member.name} joined")
             theirs, ours = dict(member.link.peer.versions), dict(self.me.versions)
             unlike = [f"{k} {theirs.get(k)} (here {v})" for k, v in ours.items() if theirs.get(k) != v]
             if unlike:  # the handshake has checked that they are compatible

@@ -22,7 +22,7 @@ from smolcluster.strategies.base.replicated import replica_state
 START_WAIT_S = 60.0  # for the remaining workers, after the first has joined
 LEAST_S, MOST_S = 1e-6, 1e6  # step times beyond these are ignored
 MAX_LOGGED_REFUSALS = 100  # per worker; of further refusals only the 128th, the 256th, ... are logged
-RETURN_S = 3.0  # how long a restarted server waits for its workers to reconnect
+RECONNECT_S = 3.0  # how long a restarted server waits for its workers to reconnect
 
 
 class ServerSide(ABC):
@@ -61,11 +61,11 @@ class ServerSide(ABC):
 
     def wait_for_workers(self) -> None:
         """Wait for the expected workers; after a timeout start with those that joined."""
-        patience_s = START_WAIT_S if self.server_context.fresh else RETURN_S
+        timeout_s = START_WAIT_S if self.server_context.fresh else RECONNECT_S
         deadline: float | None = None
         while len(self._roster.newcomers) < self.server_context.expected and not self.context.stop_requested():
             if self._roster.newcomers and deadline is None:
-                deadline = time.monotonic() + patience_s
+                deadline = time.monotonic() + timeout_s
             if deadline is not None and time.monotonic() > deadline:
                 break
             self._roster.get(0.1)
@@ -110,7 +110,7 @@ class ServerSide(ABC):
     def note_speed(
         self, member: Member, *, samples: int, compute_s: float, fixed_s: float | None, steps: int = 1
     ) -> None:
-        """Update the measured speed. `fixed_s`: time of these steps beside computing; None: unknown."""
+        """Update the measured speed. `fixed_s`: time of these steps other than computing; None: unknown."""
         if samples > 0 and LEAST_S < compute_s < MOST_S:
             self._shares = None
             member.speed = smoothed(member.speed, samples / compute_s, steps=steps)
@@ -118,17 +118,17 @@ class ServerSide(ABC):
                 member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s) / steps, steps=steps)
 
     def refuse(self, member: Member, step: int, reason: str, *, again: bool = False, scale: object = None) -> None:
-        """Refuse a gradient. Its samples are set aside, since another worker might fail on them too.
+        """Refuse a gradient. Its samples are quarantined, since another worker might fail on them too.
 
-        They are leased again where they are not the cause: with `again`, when only this member is refused repeatedly, or when
+        They are released where they are not the cause: with `again`, when only this member is refused repeatedly, or when
         the loss scale was too high, which is then lowered for all. `scale`: what the worker reports for an overflowed gradient.
         """
         before = self.server_context.scale.value
         if self.server_context.scale.overflowed(member.instance, scale):
             reason, again = f"it overflowed in fp16 at loss scale {scale:g}", True
         if self.server_context.scale.value < before:
-            self.gate.start_over()
-        again = again or self.gate.refused(member.instance)
+            self.gate.reset_failed_attempts()
+        again = again or self.gate.count_rejection(member.instance)
         reason = printable(reason, limit=MAX_REASON)  # may quote the worker
         self.stale_rejected += 1
         self._roster.refused[member.name] += 1
@@ -136,9 +136,9 @@ class ServerSide(ABC):
         if is_logged(count):
             times = f" ({count} refusals so far)" if count > MAX_LOGGED_REFUSALS else ""
             self.context.warn(f"the gradient of {member.name} for step {step} is refused: {reason}{times}")
-        self.gate.last_refusal = f"the last, of {member.name}: {reason}"
-        put = self.server_context.leases.give_back if again else self.server_context.leases.set_aside
-        put(member.instance, step)
+        self.gate.last_rejection = f"the last, of {member.name}: {reason}"
+        leases = self.server_context.leases
+        (leases.release if again else leases.quarantine)(member.instance, step)
 
 
 def is_logged(count: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from smolcluster.data.leases import Range
 
-SLACK = 2.0  # with random augmentation, reading the same samples again may give other counts
+TOLERANCE = 2.0  # with random augmentation, reading the same samples again may give other counts
 
 Count = Callable[[Sequence[Range]], float | None]
 
@@ -22,7 +22,7 @@ class Claims:
         self._count = count
         self._most_per_sample = 0.0
 
-    def objection(self, ranges: Sequence[Range], claimed: float) -> str | None:
+    def rejection_reason(self, ranges: Sequence[Range], claimed: float) -> str | None:
         """Return why a claimed weight is not plausible for these samples; None when it is."""
         samples = sum(part.count for part in ranges)
         if samples == 0:
@@ -30,7 +30,7 @@ class Claims:
         if claimed <= self._most_per_sample * samples:
             return None
         counted = self._count(ranges)
-        most = max(samples, SLACK * (counted or 0))
+        most = max(samples, TOLERANCE * (counted or 0))
         self._most_per_sample = max(self._most_per_sample, most / samples)
         if claimed <= most:
             return None

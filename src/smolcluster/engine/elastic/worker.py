@@ -130,7 +130,7 @@ class ElasticWorker(Role):
         self.own = (
             OwnState(self.run_dir.own, rank=spec.rank, keep=training.max_checkpoints_to_keep) if spec.run_dir else None
         )
-        self._kept = 0  # the step of the own state that was saved last
+        self._kept = 0  # the step of the local state that was saved last
         if self.own is not None:
             self.membership.recall = self.own.load
         sampler = Sampler(len(self.train_data), seed=training.seed or 0)
@@ -156,13 +156,13 @@ class ElasticWorker(Role):
         )
 
     def _keep_own(self, *, now: bool = False) -> None:
-        """Save own state (error feedback) after the rounds where the server saves."""
+        """Save the local state after the rounds where the server saves."""
         if self.own is None or not isinstance(self.strategy, Exchanging):
             return
         if self.membership.alone:
             if not now:
                 return
-            self.membership.come_back()
+            self.membership.end_alone()
         if self.reader.in_round and not now:
             return
         every, step = self.config.training.checkpoint_steps or self.total_steps + 1, self.strategy.own_step

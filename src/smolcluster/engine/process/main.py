@@ -37,8 +37,7 @@ def run_worker(
 ) -> int:
     """Run one rank; return its exit status. A failure is reported as an event.
 
-    `cut_off` ends the process, on another thread, when the rank can do nothing any more: it waits in a backend for a rank that
-    is lost.
+    `cut_off` ends the process, on another thread, when the rank waits forever in a backend for a rank that is lost.
     """
     worker = _role(spec)(spec, channel, [*sinks, LogSink()])
     worker.cut_off = cut_off or (lambda: leave(1))
@@ -121,7 +120,7 @@ def leave(status: int) -> NoReturn:
     """End this process now. Threads of a backend may still be waiting for a dead peer, or abort in a destructor."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the reader is gone
+        with contextlib.suppress(OSError):  # the reader has exited
             stream.flush()
     os._exit(status)
 

@@ -1,7 +1,7 @@
 """The title of a process in `ps`: its role, its rank and its run.
 
-The launcher starts each process with these as arguments, which are for readers only. A process that stands by learns its role
-later, and writes over its arguments. That works on Linux; elsewhere `ps` keeps showing a standby process as such.
+The launcher starts each process with these as arguments, which only people read. A standby process gets its role
+later, and overwrites its arguments. That works on Linux; elsewhere `ps` keeps showing a standby process as such.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A warm worker of the mesh plane: its modules are imported while others are waited for.
+"""A warm worker of the mesh plane: its modules are imported while the launcher waits for other machines.
 
 `python -m smolcluster.engine.process.warm_mesh` is `main.py` for runs that are started again (launch/restart/launcher.py).
 """

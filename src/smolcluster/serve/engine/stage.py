@@ -29,7 +29,7 @@ from smolcluster.comm.elastic.collectives.state_transfer import IncomingState
 from smolcluster.comm.elastic.transport.api import Handler, Link, Transport
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
 from smolcluster.compute.device import synchronize
-from smolcluster.compute.memory import built_in_bytes, free_bytes
+from smolcluster.compute.memory import free_bytes, physical_memory_bytes
 from smolcluster.errors import SmolclusterError
 from smolcluster.models.parts import type_name
 from smolcluster.models.protocols import DecoderConfig
@@ -233,7 +233,7 @@ class StageWorker(Handler):
             memory_bytes=self._memory_bytes or free_bytes(self._device) + self._weights.nbytes,
             layer_s=probe(model.config, self._device, self._dtype),
             weight_bytes=self._dtype.itemsize,
-            shared_bytes=built_in_bytes(self._device),
+            shared_bytes=physical_memory_bytes(self._device),
         )
         self._send_front(Kind.JOIN, meta=wire.meta_of(offer))
 

@@ -8,7 +8,7 @@ socket. The loop in `engine/` calls these methods and names no strategy.
     local_steps.py        base of local SGD and `diloco`; local_round.py: progress of a round; local_state.py: what is saved
                           local_contributions.py, late_work.py: rounds that come too late
     parallel.py           base of fsdp, tensor, pipeline and mesh; partial_state.py: saving a part of a model
-    weight_prediction.py  where the weights of `edp`'s server will be
+    weight_prediction.py  predicts the weights of the server of `edp`
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class State:
     """Everything that a strategy saves. Names are the model's, so that any strategy can load the state of any other.
 
     `shared` and `own` are private to a strategy: `shared` is one for all ranks (rounds in flight, an outer optimizer) and goes
-    to workers that join; `own` belongs to this rank (its buffers, local optimizer state). A strategy that loads the checkpoint
-    of another strategy, or of another number of ranks, gets only what has a meaning there.
+    to workers that join; `own` is local to this rank (its buffers, local optimizer state). A strategy that loads the checkpoint
+    of another strategy, or of another number of ranks, gets only the state that applies to it.
     """
 
     weights: Mapping[str, Tensor]
@@ -133,7 +133,7 @@ class ServerContext:
     arrived: Callable[[int], None]  # call when `state()` is the state after this step
     count: Callable[[Sequence[Range]], float | None] = lambda _: (
         None
-    )  # targets in leased samples; None: the task weighs samples alike
+    )  # targets in leased samples; None: all samples have equal weight
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,9 +149,9 @@ class Context:
     samples_per_step: Sequence[int]  # of every data shard
     stop_requested: Callable[[], bool]
     warn: Callable[[str], None]
-    tell: Callable[[str], None] = lambda _: None  # show a message that is no warning
+    notify: Callable[[str], None] = lambda _: None  # show a message that is not a warning
     draw: Callable[[Drawing], None] = lambda _: None  # on the lead rank: save a drawing of the schedule
-    example: Callable[[int], Any] = lambda _: None  # a batch of so many samples, for measurements
+    example: Callable[[int], Any] = lambda _: None  # a batch of this many samples, for measurements
     server_link: ServerLink | None = None  # elastic plane: the worker's link to its server
     server_context: ServerContext | None = None  # elastic plane, on the server
     # elastic plane, on a worker: joins the rounds of a strategy
@@ -234,7 +234,7 @@ class Strategy(ABC, Generic[OptionsT]):
 
     @property
     def share(self) -> Share:
-        """Which validation batches this rank takes."""
+        """The validation batches that this rank evaluates."""
         return Share(index=self.context.group.rank, count=self.context.group.size)
 
 
@@ -245,7 +245,7 @@ def build_replica(
     arrange: Callable[[nn.Module], nn.Module] | None = None,
     loss: Loss | None = None,
 ) -> Replica:
-    """Build the model, alike on every rank, with its optimizer and schedule.
+    """Build the model, identical on every rank, with its optimizer and schedule.
 
     `arrange` cuts the model down to this rank's part. `loss` replaces that of the task.
     """
@@ -270,7 +270,7 @@ def build_replica(
                 "assign layers with strategy.layer_distribution"
             )
     if config.compile and context.seat.rank == 0:
-        context.tell("compiling the model: the first step takes seconds to minutes longer")
+        context.notify("compiling the model: the first step takes seconds to minutes longer")
     return Replica(
         model=model,
         loss=loss or task.loss,

@@ -1,10 +1,10 @@
 """The error buffer of a worker whose round was too late: its distance from the anchor, until a later round counts it.
 
-    late     buffer <- anchor - weights, as it was contributed       the worker goes on from the anchor that the others have
+    late     buffer <- anchor - weights, as it was contributed       the worker continues from the anchor of the others
     next     contribution <- anchor - weights + buffer               before it is encoded
     commit   buffer <- 0                                             a round that does not count leaves it
 
-For every codec. What a lossy one leaves out of the contribution is then in its error feedback.
+With every codec. The error of a lossy one is then in its error feedback.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class LateWork:
         self.tensors: dict[int, Tensor] = {}  # by the place of the parameter
         # Of the rounds in it whose samples are leased, until a contribution has them.
         self.samples, self.weight, self._loss = 0, 0.0, 0.0
-        self.rounds = 0.0  # how many are in it
-        self._sent_rounds = 0.0  # the same, of what is in a contribution under way
-        self._sent: set[int] = set()  # places whose part is in a contribution under way
+        self.rounds = 0.0  # their number
+        self._sent_rounds = 0.0  # the same, of the contribution in flight
+        self._sent: set[int] = set()  # places whose part is in the contribution in flight
 
     def add_to(self, place: int, distance: Tensor) -> Tensor:
-        """Return this parameter's contribution: the distance and what is in the buffer."""
+        """Return this parameter's contribution: the distance plus the buffer."""
         if place not in self.tensors:
             return distance
         self._sent.add(place)
@@ -33,7 +33,7 @@ class LateWork:
     def put(
         self, contributed: Mapping[int, Tensor], *, samples: int, weight: float, loss: float, rounds: float = 1.0
     ) -> None:
-        """Keep a contribution that came too late. It includes what was in the buffer, where that was sent."""
+        """Keep a contribution that came too late. It includes the buffer, if that was sent."""
         for place, tensor in contributed.items():
             waiting = None if place in self._sent else self.tensors.get(place)
             self.tensors[place] = tensor.clone() if waiting is None else waiting + tensor
@@ -55,14 +55,14 @@ class LateWork:
         self.samples, self.weight, self._loss = 0, 0.0, 0.0
 
     def committed(self, places: Iterable[int]) -> None:
-        """Drop what was in a contribution to a round that is over."""
+        """Drop the part of the buffer that was in the contribution to a committed round."""
         for place in self._sent.intersection(places):
             self._sent_rounds = 0.0
             del self.tensors[place]
             self._sent.discard(place)
 
     def not_committed(self) -> None:
-        """Note that contributions under way do not count."""
+        """Note that the contributions in flight do not count."""
         self._sent.clear()
         self.rounds, self._sent_rounds = self.rounds + self._sent_rounds, 0.0
 

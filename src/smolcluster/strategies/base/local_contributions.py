@@ -1,4 +1,4 @@
-"""The contributions of a worker with local steps: on time, too late, and of what it computed alone (elastic plane)."""
+"""The contributions of a worker with local steps: on time, late, and computed without the coordinator (elastic plane)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LocalContributions(Exchanging[LocalStepsT]):
         return self.replica.updates > self._mine.first
 
     def _put_gradients(self, places: Sequence[int], deltas: Sequence[Tensor]) -> None:
-        """Set these distances from the anchor, and what waits to be counted, as gradients."""
+        """Set the distances from the anchor, plus the late work, as gradients."""
         for place, delta in zip(places, deltas, strict=True):
             parameter = self.replica.parameters[place]
             parameter.grad = self._late.add_to(place, delta)
@@ -55,33 +55,33 @@ class LocalContributions(Exchanging[LocalStepsT]):
         return {"steps": done.steps, "step_s": passed_s / (done.steps - 1) if done.steps > 1 else done.compute_s}
 
     def _clipped(self, *, rounds: float) -> dict[str, Any]:
-        """Clip a pseudo-gradient that is far above the usual of so many rounds.
+        """Clip a pseudo-gradient of `rounds` rounds that is far above the median.
 
         Return its norm, as text, and the norm that it was clipped to.
         """
         deltas = [p.grad for p in self.replica.parameters if p.grad is not None]
         norm = float(get_total_norm(deltas))
-        usual, bound = (rounds * norm for norm in self.rounds.clip or (0.0, math.inf))
-        if not bound < norm < math.inf:  # one that is not finite is refused
+        median, bound = (rounds * norm for norm in self.rounds.clip or (0.0, math.inf))
+        if not bound < norm < math.inf:  # the coordinator refuses one that is not finite
             return {"norm": repr(norm)}
-        torch._foreach_mul_(deltas, usual / norm)
-        return {"norm": repr(norm), "usual": usual}
+        torch._foreach_mul_(deltas, median / norm)
+        return {"norm": repr(norm), "usual": median}
 
     @torch.no_grad()
-    def set_aside(self, late: Iterable[Contribution], *, held: Iterable[Contribution] = ()) -> None:
+    def keep_late(self, late: Iterable[Contribution], *, held: Iterable[Contribution] = ()) -> None:
         for mine in held:
-            self._late.committed(self._fragmented.places(mine.slot))  # it is in that contribution
+            self._late.committed(self._fragmented.places(mine.slot))  # that contribution includes the buffer
         for mine in late:
             if mine.samples and not self._streaming.streams:
                 tensors = zip(self._fragmented.places(mine.slot), self._fragmented.contributed(mine.slot), strict=True)
                 self._late.put(dict(tensors), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
-            elif mine.samples:  # what was contributed is still in the weights
+            elif mine.samples:  # the contribution is still in the weights
                 self._late.not_committed()
                 self._late.put(self._return_to_anchor(), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
         self._late.not_committed()
 
     def _return_to_anchor(self) -> dict[int, Tensor]:
-        """Return the distance of all parameters from the anchor, which they are set to."""
+        """Set all parameters to the anchor; return their distances from it."""
         pairs = list(zip(self.replica.parameters, self._anchor, strict=True))
         distances = {place: anchor - parameter for place, (parameter, anchor) in enumerate(pairs)}
         for parameter, anchor in pairs:
@@ -100,14 +100,14 @@ class LocalContributions(Exchanging[LocalStepsT]):
         self._fragmented.finish(mine.slot)
 
     @torch.no_grad()
-    def go_on_alone(self) -> None:
+    def begin_alone(self) -> None:
         for place, tensor in self._late.tensors.items():
             parameter = self.replica.parameters[place]
             parameter.sub_(tensor.to(parameter.device, parameter.dtype))
         self._late.clear()
 
     @torch.no_grad()
-    def come_back(self) -> None:
+    def end_alone(self) -> None:
         rounds = self._mine.steps / self.local_steps
         self._late.put(self._return_to_anchor(), samples=0, weight=0.0, loss=0.0, rounds=rounds)
         self.replica.updates = self._mine.first

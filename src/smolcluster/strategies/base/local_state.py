@@ -5,11 +5,11 @@
     own             the inner optimizer's state, error feedback, the error buffer of late rounds; in the middle of a round the
                     worker's weights and its progress; with `eager` its momentum, and its weights as the round began
 
-A checkpoint of the mesh plane has what each worker has of its own, and the results in flight, so a round continues in its
+A checkpoint of the mesh plane has the local state of each worker and the results in flight, so a round continues in its
 middle. A checkpoint of the elastic plane is the state after a commit, with the inner state of one worker; rounds in flight are
-trained again. Each worker keeps its own on its disk, as it was when the round of the checkpoint ended: workers that restart in
-the same run directory continue with that. Workers that join, or rejoin between two checkpoints, start with the inner state of
-another worker. Other strategies continue with that of rank 0.
+trained again. Each worker keeps its local state on its disk, as of the end of the round of the checkpoint: workers that
+restart in the same run directory continue with that. Workers that join, or rejoin between two checkpoints, start with the
+inner state of another worker. Other strategies continue with that of rank 0.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class LocalState(LocalContributions[LocalStepsT]):
         super()._load_rounds(state)
 
     def _check_fragments(self, state: State) -> None:
-        """Rounds in flight, and the place in a round, are those of other fragments."""
+        """Raise UserError if rounds in flight, and the position in a round, are of other fragments."""
         saved, mine = state.numbers.get("fragments"), [self._streaming.fragments, self.local_steps]
         if saved is not None and list(saved) != mine and (saved[0] != mine[0] or state.numbers.get("in_flight")):
             raise UserError(

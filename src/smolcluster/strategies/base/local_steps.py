@@ -27,7 +27,7 @@ The anchor is the model of the run: it is evaluated, saved and exported, and wor
 the next contribution.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S / h
-Memory: the anchor and what is exchanged, beside weights, gradients and the state of both optimizers: 4 S and the optimizers'.
+Memory: weights, gradients, the anchor and the exchanged tensors, 4 S, and the state of both optimizers.
 """
 
 from __future__ import annotations
@@ -66,24 +66,22 @@ class LocalSteps(LocalState[LocalStepsT]):
 
     @classmethod
     def outer_states(cls, options: LocalStepsT) -> int:
-        """Return how many tensors per parameter the outer optimizer keeps: 1 for SGD with momentum."""
+        """Return the number of tensors per parameter that the outer optimizer keeps: 1 for SGD with momentum."""
         return 0
 
     @classmethod
     def exchanged(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
-        """Return the seats, and what a worker holds and moves in the exchange of a round."""
+        """Return the seats, and the memory and traffic of a worker for the exchange of a round."""
         return summed_by_workers(options, nodes, shape, rounds=1)
 
     def combination(self, parameters: Mapping[str, nn.Parameter]) -> Combination:
-        """Return how the pseudo-gradients of these parameters are combined, of one round at a time."""
+        """Return the reduction of the pseudo-gradients of these parameters, of one round at a time."""
         return self.sum_of_workers(self.options, parameters, slots=1)
 
     @classmethod
     def plan(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         if options.equal_time and all(node.stays for node in nodes):
-            said = (
-                "strategy.inner_steps auto is for cluster.plane elastic: on the mesh plane all ranks take as many steps"
-            )
+            said = "strategy.inner_steps auto is for cluster.plane elastic: on the mesh plane all ranks take equally many steps"
             return Placement(refusals=[f"{said}; set it to {options.steps_per_round}"])
         placement = cls.exchanged(options, nodes, shape)
         if shape is None:
@@ -99,7 +97,7 @@ class LocalSteps(LocalState[LocalStepsT]):
                 cost,
                 parameter_bytes=(2 + eager) * size,
                 optimizer_bytes=cost.optimizer_bytes + size * cls.outer_states(options) * (1 + eager),
-                gradient_bytes=cost.gradient_bytes + size,  # of local steps, beside what is exchanged
+                gradient_bytes=cost.gradient_bytes + size,  # of local steps, in addition to the exchanged ones
                 bytes_sent=cost.bytes_sent // h,
                 bytes_received=cost.bytes_received // h,
                 messages=-(-cost.messages // h),
@@ -127,8 +125,8 @@ class LocalSteps(LocalState[LocalStepsT]):
         if self._streaming.eager:
             self._start = [anchor.clone() for anchor in self._anchor]  # the weights that local steps began with
             self._outer_of_mine = self.outer_optimizer(self.replica.parameters)
-        self._applied = self.replica.updates  # the last step of the last round that the anchor has
-        self._arrived: deque[tuple[int, int]] = deque()  # step and slot of results that the weights do not have
+        self._applied = self.replica.updates  # the last step of the last round in the anchor
+        self._arrived: deque[tuple[int, int]] = deque()  # step and slot of results that are not in the weights yet
         self._at_start = False  # the next step begins with the anchor
 
     @property
@@ -180,7 +178,7 @@ class LocalSteps(LocalState[LocalStepsT]):
             report.comm = Span(self.context.device)
             if ends:
                 self._contribute(batch.step)
-            self._settle(batch.step)
+            self._await_due(batch.step)
             report.comm.end()
             report.stop = self.rounds.stop
         return report
@@ -199,7 +197,7 @@ class LocalSteps(LocalState[LocalStepsT]):
                 self._outer_of_mine.state.clear()
 
     def _is_due(self, step: int) -> bool:
-        """Return whether results are to be in the weights after this step that are not."""
+        """Return whether a result is due in the weights after this step and is not in them yet."""
         oldest = [step for step, _ in self._arrived] + [flight.step for flight in self.rounds.flights]
         return any(self._arrives(since) <= step for since in oldest)
 
@@ -207,8 +205,8 @@ class LocalSteps(LocalState[LocalStepsT]):
         """Return the step after which the weights get the result of the round that ended with `step`."""
         return min(step + self._streaming.overlap, self.context.total_steps)
 
-    def _settle(self, step: int) -> None:
-        """Wait for the results that the weights get after this step."""
+    def _await_due(self, step: int) -> None:
+        """Wait for the results that are due in the weights after this step."""
         self.rounds.settle(in_flight=sum(self._arrives(flight.step) > step for flight in self.rounds.flights))
         self._mix(step)
 
@@ -232,7 +230,7 @@ class LocalSteps(LocalState[LocalStepsT]):
         slot = self.rounds.slot_of(step)
         before = [slot for _, slot in self._arrived] + [flight.slot for flight in self.rounds.flights]
         if any(self._fragmented.collide(each, slot) for each in before):
-            self._settle(step)
+            self._await_due(step)
             if self.context.fixed_group is None and not self.rounds.ends(step):
                 return  # its lease was lost meanwhile
         done = self._mine
@@ -258,7 +256,7 @@ class LocalSteps(LocalState[LocalStepsT]):
             self._step_eagerly(places, deltas, self.rounds.share(mine))
 
     def _step_eagerly(self, places: Sequence[int], deltas: Sequence[Tensor], share: float) -> None:
-        """From the anchor, take the outer step of this worker's share of the mean that is under way."""
+        """From the anchor, take the outer step of this worker's share of the mean in flight."""
         for place, delta in zip(places, deltas, strict=True):
             self.replica.parameters[place].copy_(self._anchor[place])
             self.replica.parameters[place].grad = delta * share
@@ -305,7 +303,7 @@ class LocalSteps(LocalState[LocalStepsT]):
 
     @contextmanager
     def _at_anchor(self, places: Sequence[int] | None = None) -> Iterator[None]:
-        """Set the parameters (None: all) to the anchor, and back."""
+        """Set the parameters (None: all) to the anchor, and restore them after."""
         places = range(len(self._anchor)) if places is None else places
         self._swap(places)
         try:

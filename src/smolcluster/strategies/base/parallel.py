@@ -69,7 +69,7 @@ class Parallel(PartialState[OptionsT]):
 
     @classmethod
     def gathers(cls, options: OptionsT, axes: Axes, nodes: Sequence[Node]) -> int:
-        """Return how often stage 3 gathers a parameter in a step: for forward and for backward."""
+        """Return the number of times that stage 3 gathers a parameter in a step: for forward and for backward."""
         return 2
 
     @classmethod
@@ -81,7 +81,7 @@ class Parallel(PartialState[OptionsT]):
     def plan(cls, options: OptionsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         try:
             axes = cls.axes(options, machines(nodes))
-            seats = axes.seats(nodes, alike=not cls.cuts_sequences(options))
+            seats = axes.seats(nodes, same_stream=not cls.cuts_sequences(options))
             costs = [] if shape is None else cls._costs(options, nodes, shape, axes)
         except UserError as error:
             return Placement(refusals=[str(error)])
@@ -202,7 +202,7 @@ class Parallel(PartialState[OptionsT]):
     def step(self, batch: Batch) -> StepReport:
         if self.context.group.size == 1:
             return train_alone(self.replica, batch, stop=self.context.stop_requested())
-        # Stage 2 keeps what an evaluation has gathered: the step after it gathers less.
+        # Stage 2 keeps the parameters that an evaluation gathered: the step after it gathers fewer.
         shapes = tuple(tuple(t.shape) for t in tree_leaves(batch.parts) if isinstance(t, Tensor))
         with self._traffic.counted((shapes, self._evaluated)):
             report = self._step(batch)
@@ -255,7 +255,7 @@ class Parallel(PartialState[OptionsT]):
         return nullcontext() if self.mesh_axes.tp == 1 else loss_parallel()
 
     def _reduce_scalars(self, loss: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """Return the loss of this data shard, the norm of the whole gradient, and whether any rank asks to stop."""
+        """Return the loss of this data shard, the norm of the whole gradient, and whether any rank requests a stop."""
         group, mine = self.context.group, 2 + self.coords["dp"]
         sums = torch.zeros(2 + self.mesh_axes.dp, dtype=torch.float64, device=group.device)
         sums[0] = self._squares()

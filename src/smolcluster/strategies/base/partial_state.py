@@ -1,6 +1,6 @@
 """Saving and loading where each rank holds a part of the model (`parallel.py`).
 
-Names are those of the whole model, and a checkpoint has the whole model: in one piece, or in the boxes of all ranks. So any
+Names are those of the whole model, and a checkpoint has the whole model: assembled, or as the boxes of all ranks. So any
 strategy resumes from the checkpoint of any other. Of the ranks that hold the same part the first saves it, or its owner.
 """
 

@@ -57,7 +57,7 @@ class Exchanging(Replicated[OptionsT]):
     rounds: Rounds  # on workers
 
     def open_rounds(self, combination: Combination) -> Rounds:
-        """Start exchanging with the other workers. On the mesh plane all start with the weights of rank 0."""
+        """Start to exchange with the other workers. On the mesh plane all start with the weights of rank 0."""
         context, weights = self.context, self.replica.weights()
         if context.open_rounds is not None:
             return context.open_rounds(self, combination)
@@ -92,7 +92,7 @@ class Exchanging(Replicated[OptionsT]):
     ) -> Combination:
         """Return the sum of `.grad` over workers: in buckets, or encoded where the options name a codec.
 
-        `parameters`: by name; None: all that are trained. `slots`: None: as many as rounds may be in flight.
+        `parameters`: by name; None: all that are trained. `slots`: None: one for each round that may be in flight.
         """
         trained = self.trained if parameters is None else parameters
         codec, slots = chosen_codec(options), self.rounds_in_flight + 1 if slots is None else slots
@@ -113,12 +113,12 @@ class Exchanging(Replicated[OptionsT]):
 
     @property
     def equal_time(self) -> bool:
-        """Whether workers take as many local steps in a round as each has time for; `local_steps`: the usual one."""
+        """Whether each worker takes as many local steps in a round as it has time for; `local_steps`: of the median worker."""
         return False
 
     @property
     def rounds_in_flight(self) -> int:
-        """How many rounds may be in flight while the next is computed."""
+        """The number of rounds that may be in flight while the next is computed."""
         return 0
 
     @property
@@ -128,35 +128,35 @@ class Exchanging(Replicated[OptionsT]):
 
     @property
     def quorum(self) -> float:
-        """The share of the members that must have contributed to a round where the others are late; 1: wait for all."""
+        """The share of the members that must have contributed to a round if the others are late; 1: wait for all."""
         return 1.0
 
     @property
     def max_rounds_apart(self) -> int:
-        """How many rounds a worker that has lost the coordinator may train alone; 0: it waits."""
+        """The number of rounds that a worker may train without the coordinator; 0: it waits."""
         return 0
 
     # Elastic plane, with a quorum or offline
 
-    def set_aside(self, late: Iterable[Contribution], *, held: Iterable[Contribution] = ()) -> None:
+    def keep_late(self, late: Iterable[Contribution], *, held: Iterable[Contribution] = ()) -> None:
         """Keep these contributions, which were too late for their rounds. Others in flight do not count; those `held` may."""
 
     def contribute_late(self, mine: Contribution) -> None:
-        """Contribute what was set aside to a round for which this worker has computed nothing else."""
+        """Contribute the late work to a round for which this worker has computed nothing else."""
         raise AssertionError(f"{type(self).__name__} waits for all")
 
     def unlease_late(self) -> None:
-        """Forget the samples of what was set aside: they are in no lease of this worker."""
+        """Forget the samples of the late work: they are in no lease of this worker."""
 
     def forget_late(self, reason: str) -> None:
-        """Drop what was set aside."""
+        """Drop the late work."""
 
-    def go_on_alone(self) -> None:
-        """Continue from the weights that were set aside."""
+    def begin_alone(self) -> None:
+        """Begin to train without the coordinator, from weights that include the late work."""
         raise AssertionError(f"{type(self).__name__} does not train alone")
 
-    def come_back(self) -> None:
-        """Set aside what was computed alone."""
+    def end_alone(self) -> None:
+        """Keep what was computed without the coordinator as late work."""
         raise AssertionError(f"{type(self).__name__} does not train alone")
 
     @property
@@ -165,7 +165,7 @@ class Exchanging(Replicated[OptionsT]):
         return False
 
     @property
-    def results_are_whole(self) -> bool:
+    def results_are_replicated(self) -> bool:
         """Whether every member holds the whole result of a round."""
         return True
 
@@ -176,7 +176,7 @@ class Exchanging(Replicated[OptionsT]):
 
     @property
     def own_step(self) -> int | None:
-        """The step after which this worker's own state is what it is now; None: it is not one to continue from."""
+        """The step to which this worker's local state belongs; None: it cannot continue from this state."""
         return self.replica.updates
 
     @property
@@ -236,7 +236,7 @@ class Exchanging(Replicated[OptionsT]):
 class Announced:
     """What an asynchronous server announces after an update."""
 
-    change: Mapping[str, Tensor] | None = None  # of the weights, in memory that is used again; None: one is missing
+    change: Mapping[str, Tensor] | None = None  # of the weights, in memory that is reused; None: one is missing
     counted: int = 0  # my last push that is in the weights
     workers: int = 1
     norm: float = 0.0  # of the gradient, before clipping

@@ -1,7 +1,7 @@
-"""Weight prediction: where the server's weights will be when a worker's next gradient counts (`edp`).
+"""Weight prediction: estimate the server's weights at the time a worker's next gradient is applied (`edp`).
 
 Let j pushes g_1 to g_j of this worker, oldest first, be in flight, w be the server's weights and c their last change. If the
-gradients of all workers were like these, the next j updates of AdamW would lead the server to
+gradients of all workers were like these, the next j updates of AdamW would move the server to
 
     w + (b + .. + b^j) c + d_1 (1 + b + .. + b^(j-1)) + .. + d_j          where d = -rate x (1 - b) x clip(g) / sqrt(v)
 
@@ -26,12 +26,12 @@ from smolcluster.compute.optim import is_adamw, named_groups, second_moment_of
 from smolcluster.compute.replica import Replica
 from smolcluster.strategies.base.replicated import Announced
 
-MOST_AHEAD = 4  # pushes in flight that a prediction counts
-UNUSUAL = 2.0  # times the number of workers: the norm of a gradient, relative to the server's, from which on it is scaled down
+MAX_AHEAD = 4  # pushes in flight that a prediction includes
+MAX_NORM_RATIO = 2.0  # per worker: a gradient with a larger norm, relative to the server's, is scaled down
 
 
 class WeightPrediction:
-    """The server's weights as this worker knows them, and what its pushes in flight will add to them."""
+    """The server's weights as this worker knows them, and the predicted changes by its pushes in flight."""
 
     def __init__(self, replica: Replica, trained: Mapping[str, nn.Parameter]) -> None:
         self._replica, self._trained = replica, trained
@@ -62,14 +62,14 @@ class WeightPrediction:
             return norm
         norm = norm / replica.loss_scale
         self.in_flight[push] = step = {}
-        if len(self.in_flight) > MOST_AHEAD:
+        if len(self.in_flight) > MAX_AHEAD:
             del self.in_flight[next(iter(self.in_flight))]
         if not is_adamw(replica.optimizer):
             return norm
-        usual = UNUSUAL * announced.workers * announced.norm or float(norm)
-        unscale = min(1.0, usual / float(norm)) / replica.loss_scale if norm > 0 else 1.0
-        most = replica.grad_clip_norm
-        clip = min(1.0, most / (announced.norm or float(norm))) if most and norm > 0 else 1.0
+        max_norm = MAX_NORM_RATIO * announced.workers * announced.norm or float(norm)
+        unscale = min(1.0, max_norm / float(norm)) / replica.loss_scale if norm > 0 else 1.0
+        clip_norm = replica.grad_clip_norm
+        clip = min(1.0, clip_norm / (announced.norm or float(norm))) if clip_norm and norm > 0 else 1.0
         sizes = dict(zip(self._trained, announced.denominators, strict=False))
         for name, p, group in named_groups(self._trained, replica.optimizer):
             if p.grad is None:
@@ -83,7 +83,7 @@ class WeightPrediction:
         return norm
 
     def drop(self, push: int) -> None:
-        """Forget a push that the server has refused."""
+        """Drop a push that the server has refused."""
         self.in_flight.pop(push, None)
 
     def follow(self, announced: Announced) -> bool:

@@ -19,7 +19,7 @@ from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.frames import NotWanted
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
-from smolcluster.engine.elastic.gradient_gate import PATIENCE, GradientGate
+from smolcluster.engine.elastic.gradient_gate import MAX_REJECTIONS_OF_MEMBER, GradientGate
 from smolcluster.engine.elastic.server_side import ServerSide, share_out, smoothed
 from smolcluster.parallel.shards import backed_up_by, backup_of, owners, providers
 
@@ -59,7 +59,7 @@ def test_all_are_done_at_one_time_whatever_a_step_takes_beside_computing() -> No
 @pytest.mark.parametrize(
     "said", [(0.0, 0.1), (math.inf, 0.1), (math.nan, 0.1), (0.1, math.inf), (0.1, math.nan), (-1.0, 0.0)]
 )
-def test_absurd_times_are_not_believed(said: tuple[float, float]) -> None:
+def test_impossible_times_are_ignored(said: tuple[float, float]) -> None:
     member = SimpleNamespace(speed=0.0, fixed_s=0.0)
     ServerSide.note_speed(
         cast(ServerSide, SimpleNamespace()), cast(Member, member), samples=8, compute_s=said[0], fixed_s=said[1]
@@ -92,64 +92,64 @@ def test_a_measurement_over_a_round_counts_as_many_times_as_the_round_has_steps(
 def test_non_finite_gradients_never_pass() -> None:
     gate = GradientGate()
     for norm in (math.nan, math.inf, -math.inf):
-        assert gate.objection(norm) is not None
-    assert gate.objection(1e30) is None  # nothing is known of the usual size yet
+        assert gate.rejection_reason(norm) is not None
+    assert gate.rejection_reason(1e30) is None  # there is no median yet
 
 
-def test_absurd_gradients_are_named_with_the_usual_size() -> None:
+def test_the_reason_for_a_far_too_large_gradient_has_the_median() -> None:
     gate = GradientGate()
     for _ in range(5):
         gate.accept(2.0)
-    assert gate.objection(1999.0) is None
-    objection = gate.objection(2e6)
-    assert objection is not None
-    assert "1e+06 times the usual 2" in objection
+    assert gate.rejection_reason(1999.0) is None
+    reason = gate.rejection_reason(2e6)
+    assert reason is not None
+    assert "1e+06 times the median 2" in reason
 
 
-def test_when_only_large_ones_come_they_are_the_usual() -> None:
+def test_large_gradients_are_accepted_after_several_in_a_row() -> None:
     gate = GradientGate()
     for _ in range(20):
         gate.accept(1e-9)
-    refusals = 0
-    while gate.objection(1.0) is not None:
-        refusals += 1
-        assert refusals < 20
-    assert refusals == 8
+    rejections = 0
+    while gate.rejection_reason(1.0) is not None:
+        rejections += 1
+        assert rejections < 20
+    assert rejections == 8
     gate.accept(1.0)
-    assert gate.objection(1.5) is None
+    assert gate.rejection_reason(1.5) is None
     for _ in range(5):
         gate.accept(1.0)
-    for _ in range(30):  # one bad machine among good ones stays refused
+    for _ in range(30):  # one bad machine among good ones stays rejected
         gate.accept(1.0)
-        assert gate.objection(1e6) is not None
+        assert gate.rejection_reason(1e6) is not None
 
 
 def test_a_member_is_the_cause_when_it_alone_is_refused_again_and_again() -> None:
     gate = GradientGate()
 
-    def refusals(count: int, *, others: bool) -> list[bool]:
+    def rejections(count: int, *, others: bool) -> list[bool]:
         found = []
         for _ in range(count):
-            found.append(gate.refused("a"))
+            found.append(gate.count_rejection("a"))
             if others:
                 gate.accept(1.0, instance="b")
         return found
 
-    assert refusals(PATIENCE, others=True) == [False] * PATIENCE
-    assert refusals(50, others=True) == [True] * 50
-    gate.refused("a")
-    assert not any(refusals(50, others=False))  # nobody's gradient counts: it may be their samples
+    assert rejections(MAX_REJECTIONS_OF_MEMBER, others=True) == [False] * MAX_REJECTIONS_OF_MEMBER
+    assert rejections(50, others=True) == [True] * 50
+    gate.count_rejection("a")
+    assert not any(rejections(50, others=False))  # nobody's gradient counts: it may be their samples
     gate.accept(1.0, instance="a")
-    assert refusals(PATIENCE, others=True) == [False] * PATIENCE
+    assert rejections(MAX_REJECTIONS_OF_MEMBER, others=True) == [False] * MAX_REJECTIONS_OF_MEMBER
 
 
-def test_the_usual_size_follows_training() -> None:
+def test_the_median_follows_training() -> None:
     gate = GradientGate()
     for _ in range(100):
         gate.accept(1.0)
     for _ in range(100):
         gate.accept(1e-3)
-    assert gate.objection(10.0) is not None
+    assert gate.rejection_reason(10.0) is not None
 
 
 # shards

@@ -80,10 +80,10 @@ class Lease:
         if most_s is not None:
             lease = replace(lease, most_s=float(most_s))
         if clip is not None:
-            usual, bound = float(clip[0]), float(clip[1])
-            if not 0 < usual <= bound < math.inf:
-                raise ValueError(f"a usual norm of {usual} and a bound of {bound}")
-            lease = replace(lease, clip=(usual, bound))
+            median, bound = float(clip[0]), float(clip[1])
+            if not 0 < median <= bound < math.inf:
+                raise ValueError(f"a median norm of {median} and a bound of {bound}")
+            lease = replace(lease, clip=(median, bound))
         return lease
 
 

@@ -1,7 +1,7 @@
 """The coordinator of strategies without a parameter server: it decides who is a member and which rounds are committed.
 
 `rounds.py` is the workers' side. The coordinator holds only the weights that a run starts with, and those it requests from
-workers to evaluate, save or hand on.
+workers to evaluate, save or send on.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from smolcluster.engine.elastic.coordination.rejoining import can_reach, weights
 from smolcluster.engine.elastic.coordination.round_numbers import next_rounds, with_num_steps
 from smolcluster.engine.elastic.coordination.state_upload import StateUploads, UnusableState
 from smolcluster.engine.elastic.deadline import ComputeWatch
-from smolcluster.engine.elastic.gradient_gate import TRIES
+from smolcluster.engine.elastic.gradient_gate import MAX_FAILED_ATTEMPTS
 from smolcluster.engine.elastic.rounds import CONNECT_S
-from smolcluster.engine.elastic.server_side import RETURN_S, send_state
+from smolcluster.engine.elastic.server_side import RECONNECT_S, send_state
 from smolcluster.engine.elastic.weight_claims import Claims
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, Context, State, StepReport
@@ -49,7 +49,7 @@ class Coordinator(HoldsState):
         replica: Replica,
         *,
         rounds_ahead: int,
-        whole: bool,
+        replicated: bool,
         local_steps: int = 1,
         equal_time: bool = False,
         tokens_per_sample: int = 1,
@@ -57,14 +57,14 @@ class Coordinator(HoldsState):
         quorum: float = 1.0,
         connect_s: float = CONNECT_S,
     ) -> None:
-        """`rounds_ahead`: rounds that a worker may have under way. `whole`: each member holds the whole result of a round.
+        """`rounds_ahead`: rounds that a worker may have in flight. `replicated`: each member holds the complete result.
 
-        `equal_time`: members take unlike numbers of local steps. `quorum`: share of the members that must have contributed,
-        where the others are late; 1: wait for all.
+        `equal_time`: members take different numbers of local steps. `quorum`: share of the members that must have contributed,
+        if the others are late; 1: wait for all.
         """
         super().__init__(context, replica, tokens_per_sample=tokens_per_sample)
         self.shared: Mapping[str, Tensor] = {}
-        self._rounds_ahead, self._whole, self._local_steps = rounds_ahead, whole, local_steps
+        self._rounds_ahead, self._replicated, self._local_steps = rounds_ahead, replicated, local_steps
         self._committed = 0  # the last step of the last committed round
         self._state_step = -1  # the step whose state is in this process
         self._view_due = False
@@ -85,7 +85,7 @@ class Coordinator(HoldsState):
         self._evictions = Evictions(self._roster, connect_s=connect_s)
         self._uploads = StateUploads(
             self._roster,
-            whole=whole,
+            replicated=replicated,
             holders=self._upload_sources,
             accept=self._accept_state,
             arrived=self.server_context.arrived,
@@ -121,7 +121,7 @@ class Coordinator(HoldsState):
         for member, reason in self._evictions.unreachable().items():
             self._evict(member, reason)
         if not self._view_due:
-            self._late.put_aside(self._rounds)
+            self._late.suspend_late(self._rounds)
         self._evict_hung()
 
     def _listen(self) -> None:
@@ -131,8 +131,8 @@ class Coordinator(HoldsState):
         elif isinstance(event, MemberMessage):
             member, message = event.member, event.message
             if message.kind is Kind.STATE and "share" in message.meta:
-                if (objection := self._followers.take(member, message)) is not None:
-                    self._roster.evict(member, objection)
+                if (error := self._followers.take(member, message)) is not None:
+                    self._roster.evict(member, error)
             elif message.kind is Kind.STATE:
                 self._uploads.take(member, message, committed=self._committed)
             elif message.epoch == self._roster.epoch:  # else it belongs to an older view
@@ -148,9 +148,9 @@ class Coordinator(HoldsState):
     # Newcomers that need the state
 
     def _advance_followers(self) -> None:
-        """Send newcomers what they need to catch up, where a member holds the whole state."""
+        """Send newcomers what they need to catch up, where a member holds the complete state."""
         self._late.poll(committed=self._committed, alone=not self._has_holder())
-        newcomers, has_source = self._roster.newcomers, self._whole and self._has_holder()
+        newcomers, has_source = self._roster.newcomers, self._replicated and self._has_holder()
         lacking = [m for m in newcomers if has_source and self._evictions.may_join(m) and not self._is_current(m)]
         lacking_state = [m for m in lacking if not self._late.is_away(m)]
         follow = [m for m in (*newcomers, *self._roster.paused) if m in self._followers or m in lacking_state]
@@ -177,7 +177,7 @@ class Coordinator(HoldsState):
         roster, committed = self._roster, self._committed
         self._view_due = False
         self._evictions.complaints.clear()
-        if not self._whole:
+        if not self._replicated:
             self._uploads.abandon()  # its parts would come from two views
         before, staying = self._view_instances, self._holders()
         newcomers = self._admit_newcomers()
@@ -189,7 +189,7 @@ class Coordinator(HoldsState):
         new = self._view_instances - before | {member.instance for member in newcomers}
         for member in members:
             if member.rank in self._without_state:  # its leases are of a view that ended before it had the state
-                self.server_context.leases.give_back(member.instance)
+                self.server_context.leases.release(member.instance)
         if staying and not self._has_leases(staying):
             self._regrant(staying)
             staying = []
@@ -208,7 +208,7 @@ class Coordinator(HoldsState):
 
         self._done.clear()
         view_members = tuple(ViewMember(m.rank, m.instance, m.host, m.address) for m in members)
-        # Leases beyond the end of a run that has become shorter stay valid, in case it grows again.
+        # Leases beyond the end of a run that has become shorter stay valid: it may become longer again.
         self._rounds = sorted({step for member in staying for step in self.server_context.leases.held(member.instance)})
         self._rounds += self._next_rounds(self._rounds)
         late = self._late.enter(newcomers if self._rounds else [])
@@ -245,20 +245,22 @@ class Coordinator(HoldsState):
         return all(any(step in leases for leases in held) for step in self._next_rounds([]))
 
     def _next_rounds(self, rounds: Sequence[int]) -> list[int]:
-        most, total_steps = self._rounds_ahead, self.context.total_steps
-        local_steps = self._local_steps
         return next_rounds(
-            rounds, committed=self._committed, most=most, local_steps=local_steps, total_steps=total_steps
+            rounds,
+            committed=self._committed,
+            max_in_flight=self._rounds_ahead,
+            local_steps=self._local_steps,
+            total_steps=self.context.total_steps,
         )
 
     def _with_num_steps(self, rounds: Sequence[int]) -> list[tuple[int, int]]:
-        return with_num_steps(rounds, of=self._rounds, committed=self._committed)
+        return with_num_steps(rounds, pending=self._rounds, committed=self._committed)
 
     def _regrant(self, members: list[Member]) -> None:
-        """Take back all leases: every holder of the next round is gone or was refused."""
-        self.gate.nothing_counted(self._rounds[0] if self._rounds else self._committed + 1)
+        """Take back all leases: every holder of the next round was lost or refused."""
+        self.gate.count_failed_attempt(self._rounds[0] if self._rounds else self._committed + 1)
         for member in members:
-            self.server_context.leases.give_back(member.instance)
+            self.server_context.leases.release(member.instance)
         self._left_out.clear()
 
     def _holder_may_return(self) -> bool:
@@ -271,7 +273,7 @@ class Coordinator(HoldsState):
             return True  # its link is still open
         now = time.monotonic()
         self._no_holder_since = self._no_holder_since or now
-        return now < self._no_holder_since + RETURN_S
+        return now < self._no_holder_since + RECONNECT_S
 
     def _may_enter_view(self, newcomer: Member) -> bool:
         follows = newcomer in self._followers and not self._is_current(newcomer)
@@ -279,14 +281,14 @@ class Coordinator(HoldsState):
         return may_join and not (follows and self._has_holder())
 
     def _surviving(self) -> list[str | None]:
-        """Return the instances of the last view that committed, with None for those that are gone."""
+        """Return the instances of the last view that committed, with None for those that were lost."""
         knowing = {member.instance for member in self._holders()}
         return [instance if instance in knowing else None for instance in self._established]
 
     def _welcome_all(self, newcomers: list[Member]) -> dict[int, int]:
         """Welcome newcomers, send the state to those without it, or return which member donates it: {joiner: donor}."""
         donors = [member.rank for member in self._holders()]
-        here = self._without_state and self._state_step == self._committed and (self._whole or not donors)
+        here = self._without_state and self._state_step == self._committed and (self._replicated or not donors)
         tensors, numbers = self.copied_state() if here else ({}, {})
         if here and not donors:
             self._established = []  # all members start from the state of this process
@@ -321,10 +323,10 @@ class Coordinator(HoldsState):
             # It has received every COMMIT so far; what it reported when it joined is outdated.
             member.said = {**member.said, "updates": self._committed, "held": []}
         if member.rank in self._without_state or not self._late.keep(member, self._rounds, committed=self._committed):
-            self.server_context.leases.give_back(member.instance)
+            self.server_context.leases.release(member.instance)
         in_view = member.instance in self._view_instances
         self._view_due = self._view_due or in_view
-        if self._uploads.waits_for(member) or (in_view and not self._whole and self._uploads.is_active):
+        if self._uploads.waits_for(member) or (in_view and not self._replicated and self._uploads.is_active):
             self._uploads.abandon()
             self._uploads.request(self._committed)
 
@@ -356,12 +358,12 @@ class Coordinator(HoldsState):
         if not results.is_well_formed(meta):
             self._roster.evict(member, "its DONE message is malformed")
             return
-        if (objection := self._local.objection(member, step, meta, self.server_context.leases)) is not None:
-            self._roster.evict(member, objection)
+        if (error := self._local.check_report(member, step, meta, self.server_context.leases)) is not None:
+            self._roster.evict(member, error)
             return
         ranges = self.server_context.leases.held(member.instance).get(step, [])
         claimed = float(meta.get("weight", 0.0))
-        if ranges and (overclaim := self._claims.objection(ranges, claimed)) is not None:
+        if ranges and (overclaim := self._claims.rejection_reason(ranges, claimed)) is not None:
             self._roster.evict(member, overclaim)
             return
         log.debug("%s has the result of step %d", member.name, step)
@@ -371,9 +373,9 @@ class Coordinator(HoldsState):
         self._done.setdefault(step, {})[member.rank] = meta
         if not ranges:
             return
-        if (objection := self.gate.objection(float(meta["mine"]))) is not None:
+        if (reason := self.gate.rejection_reason(float(meta["mine"]))) is not None:
             scale = None if math.isfinite(float(meta["mine"])) else meta.get("scale")
-            self.refuse(member, step, objection, scale=scale)
+            self.refuse(member, step, reason, scale=scale)
             self._left_out.setdefault(step, set()).add(member.rank)
             self._view_due = True
 
@@ -381,19 +383,20 @@ class Coordinator(HoldsState):
         """Return whether every member holds the same result of this round and no gradient in it was refused."""
         members, done = self._roster.members, self._done.get(step, {})
         if self._view_due or self._view_epoch != self._roster.epoch:
-            return False  # the result includes a member that is gone, whose samples are leased again
+            return False  # the result includes a lost member, whose samples are leased again
         if not members or not done.keys() >= members.keys() or self._waits_for_newcomer():
             return False
-        difference = results.find_difference(step, done, whole=self._whole)
+        difference = results.find_difference(step, done, replicated=self._replicated)
         if not difference:
             return True
         # All members must hold the same sum; else hardware or software is broken, and nothing is applied.
         self.context.warn(f"the results of step {step} differ between workers ({difference}): retrying")
         self._view_due = True
         self._disagreements += 1
-        if self._disagreements > TRIES:
+        if self._disagreements > MAX_FAILED_ATTEMPTS:
             raise SmolclusterError(
-                f"the results of step {step} differ between workers, {TRIES} times in a row: one of the machines is broken"
+                f"the results of step {step} differ between workers, {MAX_FAILED_ATTEMPTS} times in a row: "
+                "one of the machines is broken"
             )
         if (odd := results.odd_one_out(done)) is not None:
             self._roster.evict(members[odd], "its result differs from those of all others")
@@ -407,8 +410,8 @@ class Coordinator(HoldsState):
         roster = self._roster
         done = self._done.pop(step)
         self._left_out.pop(step, None)
-        totals = self._settle(step, done)
-        norm = results.sum_norm(done, whole=self._whole) / (totals.weight or 1.0)
+        totals = self._commit_leases(step, done)
+        norm = results.sum_norm(done, replicated=self._replicated) / (totals.weight or 1.0)
         self._recent[step] = (roster.epoch, totals.weight, norm)
         self._recent = dict(sorted(self._recent.items())[-2 * self._rounds_ahead :])
         self._established = [member.instance for member in roster.in_order()]
@@ -419,7 +422,7 @@ class Coordinator(HoldsState):
         steps = step - self._committed
         self.server_context.record(Commit(step=step, steps=steps, contributors=totals.contributors, numbers=numbers))
         self._committed, self._disagreements = step, 0
-        roster.patience_s = self._watch.usual_s
+        roster.patience_s = self._watch.median_s
         self._watch.commit(instances, now=time.monotonic())
         self._late.committed()
         self._announce_commit(step, totals, norm)
@@ -429,14 +432,14 @@ class Coordinator(HoldsState):
             StepReport(loss=loss, grad_norm=torch.tensor(norm), learning_rate=rate, samples=samples, tokens=tokens)
         )
 
-    def _settle(self, step: int, done: dict[int, dict[str, Any]]) -> results.RoundTotals:
-        """Settle the leases of a round and add up what its members reported."""
+    def _commit_leases(self, step: int, done: dict[int, dict[str, Any]]) -> results.RoundTotals:
+        """Commit the leases of a round and add up the reports of its members."""
         totals, leases = results.RoundTotals(), self.server_context.leases
         counted = [member for member in self._roster.in_order() if step in leases.held(member.instance)]
         self._local.committed([(member, done[member.rank]) for member in counted], step=step)
         for member in counted:
             report = done[member.rank]
-            samples, weight = totals.add(member, step, leases.settle(member.instance, step), report)
+            samples, weight = totals.add(member, step, leases.commit(member.instance, step), report)
             if weight:
                 self.gate.accept(float(report["mine"]), instance=member.instance)
             compute_s, apply_s = float(report["compute_s"]), float(report["apply_s"])
@@ -466,12 +469,12 @@ class Coordinator(HoldsState):
     # The state, from the workers that hold it
 
     def _upload_sources(self, attempt: int) -> list[Member]:
-        """Return the members whose parts make up the whole state; [] while that is not known.
+        """Return the members whose parts make up the complete state; [] while that is not known.
 
-        A part is what a member owns in its view. When a member is gone, nobody owns its part until the next view, where its
-        backup hands it on. A PULL sent after the VIEW is read after it.
+        A part is what a member owns in its view. When a member is lost, its part has no owner until the next view, where its
+        backup sends it. A PULL sent after the VIEW is read after it.
         """
-        if not self._whole:
+        if not self._replicated:
             return [] if self._view_due or self._view_epoch != self._roster.epoch else self._roster.in_order()
         holders = self._holders()
         return holders[attempt % len(holders) :][:1] if holders else []  # after a rejected state ask another member
@@ -481,7 +484,7 @@ class Coordinator(HoldsState):
             state.numbers["loss_scale"] = self.server_context.scale.state_dict()  # the coordinator's own
         if broken := not_finite(state.weights):
             raise UnusableState(f"with NaN or infinite values in {broken}")
-        if missing := [] if self._whole else self.replica.missing_state(state.optimizer, state.numbers):
+        if missing := [] if self._replicated else self.replica.missing_state(state.optimizer, state.numbers):
             raise UnusableState(f"without the optimizer's for {len(missing)} parameters, such as {missing[0]}")
         self.load_state(state)
         self._state_step = step

@@ -8,10 +8,10 @@ from smolcluster.comm.elastic.membership.eviction_policy import Complaint, Strik
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.messages import Message
 
-SUSPICION_S = 0.5  # after the last complaint: by then both ends of every broken link have complained
+SUSPICION_S = 0.5  # after the last complaint: by then both ends of every broken link have sent one
 MOST_SUSPICION_S = 2.0  # after the first complaint, however many follow
 WITNESS_S = 1.0  # after the connect timeout: the other end of a broken link complains as well
-SILENT_S = 1.0  # a member without a message for so long cannot reach the coordinator either
+SILENT_S = 1.0  # a member without a message for this long cannot reach the coordinator either
 QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # before an evicted member may rejoin, by how often it was evicted lately
 
 

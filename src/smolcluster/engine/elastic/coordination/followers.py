@@ -1,6 +1,6 @@
 """Newcomers that receive the state while the others train.
 
-On a slow link a state takes long. So a newcomer is no member while it receives one: it follows.
+A state takes long on a slow link. So a newcomer is not a member while it receives one: it follows.
 
     members          coordinator                                          newcomer
             <-- PULL requests the state of one of them, between two rounds
@@ -14,7 +14,7 @@ The results that the coordinator keeps are bounded. A newcomer catches up as lon
 its result. For the last rounds, or when more are kept than the bound, the coordinator holds the next commit until they are
 sent: only then do the others wait.
 
-When a member is lost before it has sent its share of a kept round, all followers start again with another state.
+When a member is lost before it has sent its share of a kept round, all followers restart with another state.
 
 A late member (`late_members.py`) follows too. It has the state of the last round that it received; the rounds since are
 kept, and sent when it has answered. If they exceed the bound before that, they are dropped, and it gets a state.
@@ -36,7 +36,9 @@ from smolcluster.engine.elastic.server_side import send_state
 log = logging.getLogger(__name__)
 
 NEAR_BYTES = 1 << 20  # a newcomer with no more left to read has caught up
-MOST_KEPT = 4  # times the weights, in kept results: a state has three, so a newcomer that catches up needs no more
+MOST_KEPT = (
+    4  # bytes of kept results, in sizes of the weights: a state has three, so a newcomer that catches up needs no more
+)
 
 
 @dataclass(slots=True)
@@ -77,7 +79,7 @@ class Followers:
             log.info("%s receives the state while the others train", member.name)
 
     def keep_for(self, member: Member, *, committed: int) -> None:
-        """Keep the rounds from now on for a member that is late, and has all before."""
+        """Keep the rounds from now on for a late member, which has all earlier ones."""
         if not self._at:
             self._begin(committed)
         self._at[member] = committed
@@ -91,7 +93,7 @@ class Followers:
         self._since = committed
 
     def lost(self, rank: int, *, committed: int) -> None:
-        """Start over where a lost member had not sent its share of a result."""
+        """Restart the followers if a lost member had not sent its share of a result."""
         if any(rank in kept.missing for kept in self._kept.values()):
             log.info("worker %d was lost before it sent its share of a result: newcomers get another state", rank)
             self._begin(committed)
@@ -152,7 +154,7 @@ class Followers:
         self._prune()
 
     def _prune(self) -> None:
-        """Drop the rounds that all have."""
+        """Drop the rounds that all followers have."""
         reached = [at for at in self._at.values() if at is not None]
         if len(reached) == len(self._at) and reached:
             self._since = max(self._since, min(reached))

@@ -6,16 +6,16 @@
       VIEW without it: the others combine round s again, and commit it
                              <-----  WAITING(late: s)         its round s is in its error buffer
       STATE, COMMIT(s), ...  ----->                           applies the results since, as a follower
-      VIEW with it           ----->                           contributes the error buffer to the round that is under way
+      VIEW with it           ----->                           contributes the error buffer to the current round
 
-The deadline follows from earlier rounds: the time of the last contribution in each, their median, and their spread. Where too
-few rounds are known, or no quorum has contributed, all are waited for. A member counts for the quorum while its link is open:
-members that are late and not back yet count as members that have not contributed.
+The deadline is computed from the time of the last contribution in earlier rounds: their median and their spread. With too few
+rounds, or without a quorum, the coordinator waits for all. A member counts for the quorum while its link is open: late members
+that are not back yet count as members that have not contributed.
 
-A silent member (a stopped process) is handled alike when the roster pauses it, whatever the deadline.
+A silent member (a stopped process) is handled in the same way when the roster pauses it, whatever the deadline.
 
-Samples: a late member keeps its lease, which settles with the round that its work counts in, so each sample counts once. When
-its link is lost the lease returns, others read the samples, and the member drops the work.
+Samples: the lease of a late member is parked, and committed with the round that its work counts in, so each sample counts
+once. When its link is lost the lease is released, others read the samples, and the member drops the work.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from smolcluster.strategies.base import ServerContext
 
 log = logging.getLogger(__name__)
 
-ENOUGH = 5  # rounds
-KEPT = 32  # rounds
-SPREADS = 6.0  # how many median absolute deviations after the median,
-SHARE = 0.5  # at least this part of the median,
-CHANGE_S = 1.0  # and at least what a change of the view may cost
-STOOD_STILL_S = 1.0  # between two checks: this process was stopped, and has unread messages
+MIN_ROUNDS = 5
+MAX_ROUNDS = 32
+NUM_MAD = 6.0  # the deadline is this many median absolute deviations after the median,
+MIN_SHARE = 0.5  # at least this share of the median,
+VIEW_CHANGE_S = 1.0  # and at least the cost of a view change
+STOPPED_S = 1.0  # between two checks: this process was stopped, and has unread messages
 
 
 def round_deadline(times: Sequence[float]) -> float:
-    """Return the seconds after which a contribution is late, from those that the last one took in recent rounds."""
-    if len(times) < ENOUGH:
+    """Return the seconds after which a contribution is late, from the times of the last contribution in recent rounds."""
+    if len(times) < MIN_ROUNDS:
         return math.inf
     median = statistics.median(times)
     spread = statistics.median(abs(t - median) for t in times)
-    return median + max(SPREADS * spread, SHARE * median, CHANGE_S)
+    return median + max(NUM_MAD * spread, MIN_SHARE * median, VIEW_CHANGE_S)
 
 
 def needed(members: int, *, quorum: float) -> int:
-    """Return how many of these members are a quorum: more than this share, at most all."""
+    """Return the number of members that are a quorum: more than this share, at most all."""
     return min(members, math.floor(quorum * members) + 1)
 
 
@@ -81,9 +81,9 @@ class LateMembers:
         self._context, self._followers, self._quorum, self._warn, self._clock = context, followers, quorum, warn, clock
         self._roster = context.roster
         self._away: dict[Member, _Absence] = {}
-        self._times: deque[float] = deque(maxlen=KEPT)
-        self._began = self._looked = -math.inf
-        self._contributed: dict[str, float] = {}  # to the round under way: instance, and when
+        self._times: deque[float] = deque(maxlen=MAX_ROUNDS)
+        self._began = self._checked = -math.inf
+        self._contributed: dict[str, float] = {}  # to the current round: instance, and when
         self._warned: tuple[int, int] | None = None  # the round and the number of contributions, of the last warning
         self._known: set[int] = set()  # ranks that have been late
 
@@ -92,7 +92,7 @@ class LateMembers:
     def formed(self, late: Mapping[Member, Sequence[Range]], rounds: Sequence[int]) -> None:
         """Add the samples of members that were late to the first round of a view."""
         for member, ranges in late.items():
-            self._context.leases.extend(member.instance, rounds[0], ranges)
+            self._context.leases.prepend(member.instance, rounds[0], ranges)
         if self._began == -math.inf:  # else a round that is combined again has begun before
             self._began = self._clock()
 
@@ -100,7 +100,7 @@ class LateMembers:
         self._contributed.setdefault(member.instance, self._clock())
 
     def committed(self) -> None:
-        """Take the time of a round that is committed, and begin the next."""
+        """Record the time of a committed round, and begin the next."""
         members = {member.instance for member in self._roster.members.values()}
         times = [when for instance, when in self._contributed.items() if instance in members]
         if times:
@@ -108,11 +108,11 @@ class LateMembers:
         self._contributed.clear()
         self._began = self._clock()
 
-    def put_aside(self, rounds: Sequence[int]) -> None:
+    def suspend_late(self, rounds: Sequence[int]) -> None:
         """Take late members out of the view, if the deadline of the first round has passed and a quorum has contributed."""
         now = self._clock()
-        passed_s, self._looked = now - self._looked, now
-        if STOOD_STILL_S < passed_s < math.inf:
+        passed_s, self._checked = now - self._checked, now
+        if STOPPED_S < passed_s < math.inf:
             self._began += passed_s
         deadline_s = round_deadline(self._times)
         if self._quorum >= 1 or not rounds or now - self._began <= deadline_s:
@@ -130,7 +130,7 @@ class LateMembers:
             text = f"{member.name} is late for the round that ends with step {step}"
             reason = f"no contribution after {now - self._began:.1f} s, deadline {deadline_s:.1f} s"
             (log.info if member.rank in self._known else self._warn)(
-                f"{text}: {reason}; the others go on, and its work counts in a later round"
+                f"{text}: {reason}; the others continue, and its work counts in a later round"
             )
             self._known.add(member.rank)
             self._roster.step_aside(member, f"late: {reason}")
@@ -157,13 +157,13 @@ class LateMembers:
         epoch = self._roster.epoch
         self._contributed.pop(member.instance, None)
         self._away[member] = _Absence(epoch, rounds[0] if rounds else committed)
-        self._context.leases.put_by(member.instance)
+        self._context.leases.park(member.instance)
         self._followers.keep_for(member, committed=committed)
         member.link.send(Message(kind=Kind.WELCOME, step=committed, epoch=epoch, meta={"late": True}))
         return True
 
     def poll(self, *, committed: int, alone: bool) -> None:
-        """Take the answers of those that are back; give back the leases of those that are lost.
+        """Handle the answers of members that are back; release the leases of those that are lost.
 
         `alone`: no member has the state. Else one that is back waits until the others have committed the round that it was late
         for, which they are combining again.
@@ -171,7 +171,7 @@ class LateMembers:
         connected = {*self._roster.newcomers, *self._roster.paused} if self._away else set()
         for member in [member for member in self._away if member not in connected]:
             del self._away[member]
-            self._context.leases.take_up(member.instance, {})
+            self._context.leases.reclaim(member.instance, {})
         for member, absence in self._away.items():
             answer = member.answer
             if absence.back or answer is None or answer.epoch != absence.epoch:
@@ -186,15 +186,17 @@ class LateMembers:
         return member in self._away and not self._away[member].back
 
     def enter(self, newcomers: Collection[Member]) -> dict[Member, list[Range]]:
-        """Return those whose work counts in this view, with its samples; give back the leases of rounds not computed."""
+        """Return those whose work counts in this view, with its samples; release the leases of rounds not computed."""
         entered = {}
         for member in [member for member in self._away if member in newcomers]:
-            if ranges := self._context.leases.take_up(member.instance, self._away.pop(member).rounds):
+            if ranges := self._context.leases.reclaim(member.instance, self._away.pop(member).rounds):
                 entered[member] = ranges
         return entered
 
 
-def _rounds_of(said: Any) -> dict[int, int]:
+def _rounds_of(reported: Any) -> dict[int, int]:
     """Parse the rounds and samples that a member reported; drop invalid entries."""
-    pairs = [pair for pair in said if isinstance(pair, list) and len(pair) == 2] if isinstance(said, list) else []
+    pairs = (
+        [pair for pair in reported if isinstance(pair, list) and len(pair) == 2] if isinstance(reported, list) else []
+    )
     return {step: samples for step, samples in pairs if type(step) is int and type(samples) is int and samples > 0}

@@ -30,5 +30,5 @@ def weights_lost(members: Iterable[Member], committed: int) -> SmolclusterError:
                 "steps: the disk has lost the last records, as in a power cut; continue from the last checkpoint with --resume"
             )
     return SmolclusterError(
-        f"every worker that held the weights of step {committed} is gone; continue from the last checkpoint with --resume"
+        f"every worker that held the weights of step {committed} is lost; continue from the last checkpoint with --resume"
     )

@@ -1,4 +1,4 @@
-"""The results of a round, as its members report them in DONE: are they well formed, do they agree, what do they add up to."""
+"""The results of a round, as its members report them in DONE: checks that they are well formed and agree, and their totals."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def is_well_formed(report: Report) -> bool:
         return False
 
 
-def sum_norm(done: Mapping[int, Report], *, whole: bool) -> float:
-    """Return the norm of the whole sum: one number for all members, so that they clip alike."""
+def sum_norm(done: Mapping[int, Report], *, replicated: bool) -> float:
+    """Return the norm of the complete sum: one number, so that all members clip by the same factor."""
     held = [float(done[rank]["held"]) for rank in sorted(done)]
-    return held[0] if whole else math.hypot(*held)
+    return held[0] if replicated else math.hypot(*held)
 
 
-def find_difference(step: int, done: Mapping[int, Report], *, whole: bool) -> str:
+def find_difference(step: int, done: Mapping[int, Report], *, replicated: bool) -> str:
     """Return how the sums of the members differ, "" where they agree. Raises SmolclusterError where they overflowed."""
     sums = [float(report["held"]) for report in done.values()]
     finite = [math.isfinite(held) for held in sums]
-    if not (any(finite) if whole else all(finite)):
-        # Each gradient is finite, or it would have been refused: a retry would overflow again.
+    if not (any(finite) if replicated else all(finite)):
+        # Each gradient is finite, else it would have been refused: a retry would overflow again.
         raise SmolclusterError(
             f"the gradients of step {step} are so large that their sum has overflowed; check the data, or lower "
             "training.learning_rate"
         )
-    if not whole or (all(finite) and max(sums) - min(sums) <= NORM_TOLERANCE * max(sums)):
+    if not replicated or (all(finite) and max(sums) - min(sums) <= NORM_TOLERANCE * max(sums)):
         return ""
     return f"{min(sums):g} to {max(sums):g}"
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.messages import Kind, Message
-from smolcluster.engine.elastic.gradient_gate import TRIES
+from smolcluster.engine.elastic.gradient_gate import MAX_FAILED_ATTEMPTS
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import State
 
 
 class UnusableState(Exception):
-    """A state has NaN values or lacks a part. Evaluated or saved, it would look like a good one."""
+    """A state has NaN values or lacks a part. It must not be evaluated or saved."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,26 +30,26 @@ class _Upload:
     shapes: dict[str, list[int]] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Join the parts, once: the parts of a tensor are freed as soon as it is whole."""
+        """Join the parts, once: the parts of a tensor are freed as soon as it is complete."""
         shapes = self.shapes.items()
         return {name: torch.cat([part.view(-1) for part in self.parts.pop(name)]).view(s) for name, s in shapes}
 
 
 class StateUploads:
-    """One upload at a time. Each member sends its part, or one member sends all where every member holds all (`whole`)."""
+    """One upload at a time. Each member sends its part, or one member sends all where every member holds all (`replicated`)."""
 
     def __init__(
         self,
         roster: Roster,
         *,
-        whole: bool,
+        replicated: bool,
         holders: Callable[[int], list[Member]],
         accept: Callable[[int, State], None],
         arrived: Callable[[int], None],
         warn: Callable[[str], None],
     ) -> None:
-        """`holders(attempt)`: the members to ask, [] while unknown. `accept` raises UnusableState for a state to reject."""
-        self._roster, self._whole, self._holders = roster, whole, holders
+        """`holders(attempt)`: the members that send it, [] while unknown. `accept` raises UnusableState to reject a state."""
+        self._roster, self._replicated, self._holders = roster, replicated, holders
         self._accept, self._arrived, self._warn = accept, arrived, warn
         self._upload: _Upload | None = None
         self._wanted = False
@@ -60,7 +60,7 @@ class StateUploads:
         return self._upload is not None
 
     def request(self, committed: int, *, wanted: bool = False) -> None:
-        """Ask for the state of the last committed step, if it or an earlier one is wanted: it is what workers hold now."""
+        """Request the state of the last committed step, which workers hold now, if it or an earlier one is wanted."""
         self._wanted |= wanted
         if self._upload is not None or not self._wanted or not (holders := self._holders(self._rejected)):
             return
@@ -71,7 +71,7 @@ class StateUploads:
             member.link.send(Message(kind=Kind.PULL, step=committed, epoch=self._roster.epoch, meta=meta))
 
     def abandon(self) -> None:
-        """Drop the upload under way; its step is requested again."""
+        """Drop the current upload; its step is requested again."""
         if self._upload is not None:
             self._wanted = True
             self._upload = None
@@ -80,11 +80,11 @@ class StateUploads:
         return self._upload is not None and member in self._upload.missing
 
     def take(self, member: Member, message: Message, *, committed: int) -> None:
-        """Take a part of the state; accept the state when it is whole."""
+        """Take a part of the state; accept the state when it is complete."""
         upload = self._upload
         if upload is None or member not in upload.missing or not upload.step <= message.step <= committed:
             return
-        if not self._whole and (upload.epoch, upload.step) != (message.epoch, message.step):
+        if not self._replicated and (upload.epoch, upload.step) != (message.epoch, message.step):
             return  # the answer to a request of an older view
         upload.step = message.step  # a member in the middle of a round answers after it
         if message.payload is not None:
@@ -111,7 +111,9 @@ class StateUploads:
         """Drop a state; it is requested again after the next step."""
         self._rejected += 1
         what = f"the state of step {step} arrived {why}"
-        if self._rejected > TRIES:
-            raise SmolclusterError(f"{what}, {TRIES} times in a row; continue from the last checkpoint with --resume")
+        if self._rejected > MAX_FAILED_ATTEMPTS:
+            raise SmolclusterError(
+                f"{what}, {MAX_FAILED_ATTEMPTS} times in a row; continue from the last checkpoint with --resume"
+            )
         self._warn(f"{what}: it is not used")
         self._wanted = True

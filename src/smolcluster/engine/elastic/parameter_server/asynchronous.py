@@ -14,7 +14,7 @@ from smolcluster.comm.codecs import CodecError, Feedback
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.optim import adamw_denominator_means, is_adamw
-from smolcluster.engine.elastic.balance import ALIKE, MOST, share_out
+from smolcluster.engine.elastic.balance import EQUAL_WITHIN, MAX_FACTOR, share_out
 from smolcluster.engine.elastic.parameter_server.base import ParameterServer, Push, send_buckets
 from smolcluster.engine.elastic.parameter_server.pushed_rounds import PackedModel
 from smolcluster.strategies.base import Context
@@ -32,7 +32,7 @@ class AsynchronousServer(ParameterServer):
         self._waiting: dict[tuple[Member, int], Push] = {}  # by member and its step
         self._samples = 0  # in self._waiting
         self._wanted: tuple[int, int] = (-1, 0)  # the roster's epoch, and the samples that make an update in it
-        self._unfit: set[Member] = set()  # refused since the last gradient was accepted
+        self._rejected: set[Member] = set()  # refused since the last gradient was accepted
         self._changes, self._feedback = PackedModel(self.replica, strategy.options).changes, Feedback()
         self._counted: dict[Member, int] = {}  # the last of its own steps that is in the weights
 
@@ -54,7 +54,7 @@ class AsynchronousServer(ParameterServer):
                 self._send_weights(event.member)
             elif isinstance(event, MemberMessage) and event.message.kind is Kind.PUSH:
                 self._answer(event)
-            if self._enough():
+            if self._update_is_due():
                 self._update(list(self._waiting.values()))
                 self._waiting, self._samples = {}, 0
 
@@ -85,11 +85,11 @@ class AsynchronousServer(ParameterServer):
                     compute_s = float(push.meta.get("compute_s", 0.0))
                     self.note_speed(member, samples=push.samples, compute_s=compute_s, fixed_s=None)
                 self._samples += push.samples
-                self._unfit.clear()
+                self._rejected.clear()
         if self.stale_rejected > refused:
             answer["refused"] = True
             if push is None:
-                self._note_unfit(member)
+                self._count_rejection(member)
         elif push is None:
             return  # incomplete
         member.step = max(member.step, step)
@@ -100,7 +100,7 @@ class AsynchronousServer(ParameterServer):
     def _share_out(self) -> dict[Member, int]:
         """Share out by speed, within bounds; machines of similar speed take equal shares, since measurements vary.
 
-        At least two samples each, which batch normalization needs, and no more than `MOST` batches.
+        At least two samples each, which batch normalization needs, and no more than `MAX_FACTOR` batches.
         """
         automatic = [member for member in self._roster.in_order() if member.automatic]
         known = [member.speed for member in automatic if member.speed > 0]
@@ -108,21 +108,23 @@ class AsynchronousServer(ParameterServer):
         total = sum(member.batch_size for member in automatic)
         if not (self.strategy.options.balanced and known) or total % unit or total < unit * len(automatic):
             return {}
-        usual = statistics.median(known)
-        speeds = [min(max(member.speed or usual, usual / MOST), usual * MOST) for member in automatic]
-        if max(speeds) <= ALIKE * min(speeds):
+        median = statistics.median(known)
+        speeds = [min(max(member.speed or median, median / MAX_FACTOR), median * MAX_FACTOR) for member in automatic]
+        if max(speeds) <= EQUAL_WITHIN * min(speeds):
             return {}
         shares = zip(automatic, share_out(total, speeds, unit=unit), strict=True)
-        return {m: min(max(share, 2 * unit), MOST * m.batch_size) for m, share in shares if m.batch_size >= 2 * unit}
+        return {
+            m: min(max(share, 2 * unit), MAX_FACTOR * m.batch_size) for m, share in shares if m.batch_size >= 2 * unit
+        }
 
-    def _note_unfit(self, member: Member) -> None:
+    def _count_rejection(self, member: Member) -> None:
         """Count a failed attempt at the next step when every worker was refused and nothing was accepted between."""
-        self._unfit.add(member)
-        if self._unfit.issuperset(self._roster.members.values()):
-            self._unfit.clear()
-            self.gate.nothing_counted(self.replica.updates + 1)
+        self._rejected.add(member)
+        if self._rejected.issuperset(self._roster.members.values()):
+            self._rejected.clear()
+            self.gate.count_failed_attempt(self.replica.updates + 1)
 
-    def _enough(self) -> bool:
+    def _update_is_due(self) -> bool:
         """Return whether an update is due: with a global batch, or a push of every worker, as shares may have changed."""
         if self._wanted[0] != self._roster.epoch:
             members = self._roster.members.values()
@@ -155,11 +157,11 @@ class AsynchronousServer(ParameterServer):
             return
         optimizer = self.replica.optimizer
         denominators = adamw_denominator_means(self._trained, optimizer) if is_adamw(optimizer) else []
-        said: dict[str, object] = {"workers": len(self._roster.members), "norm": norm if math.isfinite(norm) else 0.0}
-        said |= {"denominators": [float(f"{mean:.4g}") for mean in denominators]}
+        update: dict[str, object] = {"workers": len(self._roster.members), "norm": norm if math.isfinite(norm) else 0.0}
+        update |= {"denominators": [float(f"{mean:.4g}") for mean in denominators]}
         for member in self._roster.members.values():
             if member.link.queued_bytes <= self._weights.nbytes + 2**20:
-                meta = {"counted": self._counted.get(member, 0), **said}
+                meta = {"counted": self._counted.get(member, 0), **update}
                 send_buckets(member, Kind.AVERAGE, step, payloads, codec=self._changes.codec.name, meta=meta)
 
     def _send_weights(self, member: Member) -> None:

@@ -168,7 +168,7 @@ class ParameterServer(ServerSide):
             push.norm = float(get_total_norm(list(self._decoded(push, self._scratch).values())))
 
     def _accepts(self, push: Push) -> bool:
-        """Check a whole push against its lease and the gate; evict or refuse its member otherwise."""
+        """Check a complete push against its lease and the gate; evict or refuse its member otherwise."""
         member, ranges = push.member, self.server_context.leases.held(push.member.instance).get(push.step, [])
         leased = sum(count for _, count in ranges)
         if leased != push.samples:
@@ -176,15 +176,15 @@ class ParameterServer(ServerSide):
                 member, f"it pushed {push.samples} samples of step {push.step}, and its lease has {leased}"
             )
             return False
-        if (overclaim := self._claims.objection(ranges, push.count)) is not None:
+        if (overclaim := self._claims.rejection_reason(ranges, push.count)) is not None:
             self._roster.evict(member, overclaim)
             return False
-        objection = self.gate.objection(push.norm)
-        if objection is None and (broken := not_finite(push.buffers)):
-            objection = f"its buffer {broken} has NaN or infinite values"
-        if objection is not None:
-            self.refuse(member, push.step, objection)
-        return objection is None
+        reason = self.gate.rejection_reason(push.norm)
+        if reason is None and (broken := not_finite(push.buffers)):
+            reason = f"its buffer {broken} has NaN or infinite values"
+        if reason is not None:
+            self.refuse(member, push.step, reason)
+        return reason is None
 
     def _decoded(self, push: Push, out: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return its gradient, decoded into `out` where it was kept encoded."""
@@ -199,7 +199,7 @@ class ParameterServer(ServerSide):
 
     def _gone(self, gone: MemberGone) -> None:
         """Take back the leases of a lost member and drop what it pushed: a step counts current members only."""
-        self.server_context.leases.give_back(gone.member.instance)
+        self.server_context.leases.release(gone.member.instance)
         for key in [key for key, push in self._pushes.items() if push.member is gone.member]:
             del self._pushes[key]
 
@@ -220,7 +220,7 @@ class ParameterServer(ServerSide):
         for push in pushes:
             if push.count:
                 self.gate.accept(push.norm, instance=push.member.instance)
-            ranges = self.server_context.leases.settle(push.member.instance, push.step)
+            ranges = self.server_context.leases.commit(push.member.instance, push.step)
             contributors.append(
                 {
                     "rank": push.member.rank,

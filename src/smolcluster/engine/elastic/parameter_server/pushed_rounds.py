@@ -207,8 +207,8 @@ class PushedRounds(ServerRounds, MemberSide):
         if message.channel == len(self._packed.changes) - 1:
             follows = message.step == self._version + 1
             self._version = message.step if follows else self._version
-            said = announced(message.meta, self._server_weights if follows else None)
-            self._strategy.take_change(said, message.step)
+            update = announced(message.meta, self._server_weights if follows else None)
+            self._strategy.take_change(update, message.step)
 
     def _take_answer(self, message: Message) -> None:
         refused = "refused" in message.meta

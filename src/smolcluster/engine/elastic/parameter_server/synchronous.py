@@ -1,10 +1,7 @@
 """The synchronous parameter server: a step averages the gradients of all members, or of those that arrive before its timeout.
 
-A worker that misses a timeout is a straggler: it costs the others one timeout, not one per step. It skips steps until its late
-gradient has arrived, then starts the next step with the others. Its gradients count if they arrive before the step is complete,
-but the server waits for it again only after it has delivered one in time.
-
-A newcomer gets the state and the averages since while the others train, and starts a step when it has read them.
+Stragglers: see `strategies/syncps.py`. A newcomer gets the state, and the averages since, while the others train; it starts a
+step when it has read them.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ class SynchronousServer(ParameterServer):
         super().__init__(context, strategy, tokens_per_sample=tokens_per_sample)
         self._average_feedback = Feedback() if self._gradients.codec.feedback else None
         self._codec_prefix = f"codec/{self._gradients.codec.name}/"
-        self._behind: set[Member] = set()  # with unread data; they get no more
+        self._lagging: set[Member] = set()  # with unread data; they get no more
         self._late: dict[Member, Late] = {}  # still compute a step that is over
         self._idle: set[Member] = set()  # wait for the next step
         self._joining: set[Member] = set()  # newcomers that have not read the state yet
@@ -52,11 +49,11 @@ class SynchronousServer(ParameterServer):
         self._sent: dict[Member, float] = {}  # receivers of the last average, and when it was sent
 
     def shared_state(self) -> Mapping[str, Tensor]:
-        """Return the error feedback of the averages: what the codec has left out so far."""
+        """Return the error feedback of the averages."""
         if self._average_feedback is None:
             return {}
-        own = self._average_feedback.state_dict()
-        return {f"{self._codec_prefix}{name}": tensor for name, tensor in own.items()}
+        feedback = self._average_feedback.state_dict()
+        return {f"{self._codec_prefix}{name}": tensor for name, tensor in feedback.items()}
 
     def load_shared(self, tensors: Mapping[str, Tensor]) -> None:
         if self._average_feedback is not None:
@@ -73,10 +70,10 @@ class SynchronousServer(ParameterServer):
             average = self._average(pushes)
             try:
                 encoded, sent = self._encode_average(average)
-            except CodecError as why:
+            except CodecError as error:
                 if self._average_feedback is not None:
                     self._average_feedback.undo()
-                self._begin_again(step, f"the average cannot be encoded: {why}")
+                self._retry_step(step, f"the average cannot be encoded: {error}")
                 continue
             rate = self.replica.learning_rate
             # With error feedback record the average itself: a replay must restore the feedback too.
@@ -84,27 +81,27 @@ class SynchronousServer(ParameterServer):
             reached = self._send_average(step, encoded, counted=[push.member.rank for push in pushes])
             norm = self._take_step(pushes, sent)  # while workers receive the average
             self._send_weights(step, reached)
-            self._bring_up()
+            self._resync()
             self.server_context.committed(self._report(pushes, norm=norm, rate=rate))
 
     def _collect(self, step: int) -> list[Push]:
-        """Return the gradients of this step in rank order: of all members, or of those in time; [] when asked to stop."""
+        """Return the gradients of this step in rank order: of all members, or of those in time; [] on a stop request."""
         arrived: dict[int, Push] = {}
-        done: set[Member] = set()  # have answered, also with a refused gradient
+        done: set[Member] = set()  # have pushed, also a gradient that was refused
         deadline: float | None = None
-        counts: tuple[int, ...] = ()
+        key: tuple[int, ...] = ()
         while not self.context.stop_requested():
-            if counts != (counts := self._counts()):  # rarely: recompute only when membership changed
+            if key != (key := self._membership_key()):  # rarely
                 present = self._present()
                 awaited = present - self._stragglers or present
             if arrived and (done >= awaited or (deadline and time.monotonic() >= deadline)):
                 break
             if not present:  # no member holds a lease of this step
-                self._bring_up((self._idle | self._joining) - self._behind)
+                self._resync((self._idle | self._joining) - self._lagging)
                 self._welcome()
             elif not arrived and done >= present:  # all were refused
                 done.clear()
-                self._begin_again(step, "")
+                self._retry_step(step, "")
                 self._welcome()
             wait_s = 0.1 if deadline is None else max(0.0, min(0.1, deadline - time.monotonic()))
             event = self._roster.get(wait_s or 0.001)
@@ -115,33 +112,33 @@ class SynchronousServer(ParameterServer):
                 deadline = deadline if arrived else None
             elif isinstance(event, MemberMessage) and event.message.kind is Kind.PUSH:
                 if (known := arrived.get(event.member.rank)) is not None and known.member is event.member:
-                    self._again(event, step)
+                    self._reject_duplicate_push(event, step)
                     continue
-                push = self._arrived_for(step, event, done)
+                push = self._take_push(step, event, done)
                 if push is not None:
                     arrived[push.member.rank] = push
                     deadline = deadline or time.monotonic() + self.strategy.collect_timeout
         else:
-            return []  # asked to stop
+            return []  # a stop was requested
         assert deadline is not None
         missing = self._present() - done
         for member in filter(missing.__contains__, self._roster.in_order()):
-            self._go_on_without(member, step, due=deadline)
+            self._mark_straggler(member, step, due=deadline)
         return [arrived[rank] for rank in sorted(arrived)]
 
-    def _counts(self) -> tuple[int, ...]:
-        """Return numbers that change whenever the members change that are present or waited for."""
-        return self._roster.epoch, *map(len, (self._behind, self._joining, self._idle, self._late, self._stragglers))
+    def _membership_key(self) -> tuple[int, ...]:
+        """Return numbers that change whenever the set of present or awaited members changes."""
+        return self._roster.epoch, *map(len, (self._lagging, self._joining, self._idle, self._late, self._stragglers))
 
     def _present(self) -> set[Member]:
-        """Return the members that hold a lease of the current step, or have answered it."""
-        out = self._behind | self._joining | self._idle | self._late.keys()
+        """Return the members that hold a lease of the current step, or have pushed its gradient."""
+        out = self._lagging | self._joining | self._idle | self._late.keys()
         return {member for member in self._roster.members.values() if member not in out}
 
     def _gone(self, gone: MemberGone) -> None:
         super()._gone(gone)
         self._reset_member(gone.member)
-        self._behind.discard(gone.member)
+        self._lagging.discard(gone.member)
         self._stragglers.discard(gone.member)
 
     def _first_waits(self) -> bool:
@@ -151,30 +148,30 @@ class SynchronousServer(ParameterServer):
         return waits
 
     def _reset_member(self, member: Member) -> None:
-        """Clear its late, idle and joining states."""
+        """Clear the late, idle and joining states of a member."""
         self._joining.discard(member)
         self._late.pop(member, None)
         self._idle.discard(member)
 
     # Stragglers
 
-    def _go_on_without(self, member: Member, step: int, *, due: float) -> None:
-        samples = sum(r.count for r in self.server_context.leases.give_back(member.instance, step))
+    def _mark_straggler(self, member: Member, step: int, *, due: float) -> None:
+        samples = sum(r.count for r in self.server_context.leases.release(member.instance, step))
         self._late[member] = late = Late(step=step, due=due, samples=samples, sent=self._sent.get(member))
         if member not in self._stragglers:
             self._stragglers.add(member)
             self.context.warn(
                 f"{member.name} is late with step {step}: the server waits for it again once it delivers in time"
             )
-        half = self._pushes.pop((member.rank, step), None)
-        if half is not None:  # the rest arrives too late
-            late.compute_s = float(half.meta.get("compute_s", 0.0))
-            self._too_late(member, step)
+        partial = self._pushes.pop((member.rank, step), None)
+        if partial is not None:  # the rest arrives too late
+            late.compute_s = float(partial.meta.get("compute_s", 0.0))
+            self._reject_late(member, step)
 
     def _take_late(self, member: Member, message: Message) -> None:
         """Handle a bucket of a step that is over."""
         if message.channel == 0 and "skip" not in message.meta:
-            self._too_late(member, message.step)
+            self._reject_late(member, message.step)
         late = self._late.get(member)
         if late is None or late.step != message.step:
             return
@@ -187,21 +184,21 @@ class SynchronousServer(ParameterServer):
         fixed_s = time.perf_counter() - late.sent - late.compute_s if late.sent is not None else None
         self.note_speed(member, samples=late.samples, compute_s=late.compute_s, fixed_s=fixed_s)
         if time.monotonic() <= late.due:
-            self._is_in_time(member)
+            self._clear_straggler(member)
 
-    def _is_in_time(self, member: Member) -> None:
+    def _clear_straggler(self, member: Member) -> None:
         if member in self._stragglers:
             self._stragglers.discard(member)
             log.info("%s delivers in time again", member.name)
 
-    def _again(self, event: MemberMessage, step: int) -> None:
+    def _reject_duplicate_push(self, event: MemberMessage, step: int) -> None:
         """Release a further push of a member whose gradient is complete; evict it for a second one of this step."""
         if event.message.payload is not None:
             self._roster.release(event.message.payload)
         if event.message.step == step and event.message.epoch == event.member.epoch:
             self._roster.evict(event.member, f"it pushed step {step} twice")
 
-    def _arrived_for(self, step: int, event: MemberMessage, done: set[Member]) -> Push | None:
+    def _take_push(self, step: int, event: MemberMessage, done: set[Member]) -> Push | None:
         member, message = event.member, event.message
         if message.step != step:
             if message.payload is not None:
@@ -213,7 +210,7 @@ class SynchronousServer(ParameterServer):
         push = self._arrived(event)
         if push is not None or self.stale_rejected > refused:
             done.add(member)
-            self._is_in_time(member)
+            self._clear_straggler(member)
         if push is not None:
             compute_s = float(push.meta.get("compute_s", 0.0))
             sent = self._sent.get(member)
@@ -221,15 +218,15 @@ class SynchronousServer(ParameterServer):
             self.note_speed(member, samples=push.samples, compute_s=compute_s, fixed_s=fixed_s)
         return push
 
-    def _too_late(self, member: Member, step: int) -> None:
+    def _reject_late(self, member: Member, step: int) -> None:
         self.stale_rejected += 1
         member.link.send(Message(kind=Kind.ACK, step=step, meta={"refused": "late"}))
 
-    def _begin_again(self, step: int, why: str) -> None:
+    def _retry_step(self, step: int, why: str) -> None:
         """Restart a step in which no gradient counted: send all members the state and a new lease."""
-        members = [member for member in self._roster.in_order() if member not in self._behind]
+        members = [member for member in self._roster.in_order() if member not in self._lagging]
         if members:
-            self.gate.nothing_counted(step)
+            self.gate.count_failed_attempt(step)
         self._sent.clear()
         state, numbers = self.copied_state()
         for member in members:
@@ -240,7 +237,7 @@ class SynchronousServer(ParameterServer):
             self._send_state(member, state, numbers, leases=[self.grant_lease(member, step)])
 
     def _renew(self, member: Member) -> None:
-        """Discard what it has pushed of this step, and what is still in transit."""
+        """Discard what a member has pushed of this step, and what is still in transit."""
         self._reset_member(member)
         self._roster.renew(member)
         self._pushes.pop((member.rank, self.replica.updates + 1), None)
@@ -262,8 +259,8 @@ class SynchronousServer(ParameterServer):
         return self._encode_average(average)[1]
 
     def _send_average(self, step: int, encoded: Sequence[Tensor], *, counted: Sequence[int]) -> list[Member]:
-        """Send the average and the next lease to all members that are not behind."""
-        reached = [member for member in self._roster.in_order() if self._keeps_up(member)]
+        """Send the average and the next lease to all members that do not lag."""
+        reached = [member for member in self._roster.in_order() if self._can_send(member)]
         for member in reached:
             meta: dict[str, object] = {"counted": counted, "scale": self.server_context.scale.state_dict()}
             if member.link.queued_bytes <= self._gradients.nbytes:  # it has read all but the last average
@@ -281,19 +278,19 @@ class SynchronousServer(ParameterServer):
             for member in members:
                 send_buckets(member, Kind.WEIGHTS, step, weights)
 
-    def _keeps_up(self, member: Member) -> bool:
-        """Return whether it may get more data: not with several steps unread."""
-        if member in self._behind:
+    def _can_send(self, member: Member) -> bool:
+        """Return whether a member can be sent more data: not with several steps unread."""
+        if member in self._lagging:
             return False
         if member.link.queued_bytes > 4 * (self._gradients.nbytes + self._weights.nbytes):
-            self._behind.add(member)
+            self._lagging.add(member)
             return False
         return True
 
-    def _bring_up(self, others: Iterable[Member] = ()) -> None:
-        """Send the state and a lease to members that were behind and have read everything, and to `others`."""
-        for member in [*(member for member in self._behind if member.link.queued_bytes == 0), *others]:
-            self._behind.discard(member)
+    def _resync(self, others: Iterable[Member] = ()) -> None:
+        """Send the state and a lease to members that lagged and have read everything, and to `others`."""
+        for member in [*(member for member in self._lagging if member.link.queued_bytes == 0), *others]:
+            self._lagging.discard(member)
             self._renew(member)
             state, numbers = self.copied_state()
             self._send_state(member, state, numbers, leases=[self.grant_lease(member, self.replica.updates + 1)])

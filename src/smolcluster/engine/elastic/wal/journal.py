@@ -8,13 +8,13 @@
 `log_files.py` has the format of a log file, `recovery.py` what is kept when they are read.
 
 **Durability.** When `append` returns, the kernel has the record: killing the process loses nothing. A thread flushes the log to
-the disk and then seals it, about every `sync_s`, so a power cut loses at most the records of the last `sync_s` and of the flush
-under way.
+the disk and then appends a sync marker, about every `sync_s`, so a power cut loses at most the records of the last `sync_s` and
+of the current flush.
 
-**Recovery** starts from the newest good snapshot and reads records while every frame is whole and in sequence. Unsealed records
-behind a broken frame were in flight when the machine stopped: they are dropped. A missing record before a seal was on the disk
-once: the disk is damaged, and DamagedJournal says where. Writing continues in a new file, whose `open` frame voids all records
-of earlier files from its number on: dropped and half-written records stay dropped.
+**Recovery** starts from the newest good snapshot and reads records while every frame is complete and in sequence. Records
+after an invalid frame that no sync marker follows were in flight when the machine stopped: they are dropped. A missing record
+before a sync marker was on the disk once: the disk is damaged, and DamagedJournal names the file. Writing continues in a new
+file, whose `open` frame voids all records of earlier files from its number on: dropped and half-written records stay dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from smolcluster.engine.checkpoint.async_saver import Saver
 from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
 from smolcluster.engine.checkpoint.snapshot import OtherRanks, Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
-from smolcluster.engine.elastic.wal.log_files import OPEN, RECORD, SEAL, make_frame, read_log
+from smolcluster.engine.elastic.wal.log_files import OPEN, RECORD, SYNC, make_frame, read_log
 from smolcluster.engine.elastic.wal.recovery import Recovered, damaged, records_in_turn
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 # A snapshot is due when the log exceeds the larger of SNAPSHOT_BYTES and SNAPSHOT_RATIO times the state, or SNAPSHOT_RECORDS.
 SNAPSHOT_BYTES, SNAPSHOT_RATIO, SNAPSHOT_RECORDS = 64 << 20, 4.0, 500
-BESIDE = 0.5  # of the log limit may be logged while a snapshot is written; then appends wait for it
+MAX_DURING_SNAPSHOT = 0.5  # share of the log limit that may be logged while a snapshot is written; then appends wait
 MAX_BETWEEN_TRIES = 64  # records between two attempts while snapshots fail
 _RECORD_BYTES = 4096  # of a record without its tensors, roughly
 
@@ -56,12 +56,12 @@ def disk_bound(*, state_bytes: int, record_bytes: int) -> int:
     """Return the most bytes that a journal takes: a snapshot, the next one on its way, and the log."""
     log = max(SNAPSHOT_BYTES, int(SNAPSHOT_RATIO * state_bytes))
     log = min(log, SNAPSHOT_RECORDS * (record_bytes + _RECORD_BYTES))
-    return 2 * state_bytes + int((1 + BESIDE) * log)
+    return 2 * state_bytes + int((1 + MAX_DURING_SNAPSHOT) * log)
 
 
 def least_disk(*, state_bytes: int, record_bytes: int) -> int:
     """Return the fewest bytes with which a journal works: two records, then a snapshot."""
-    return 2 * state_bytes + int((1 + BESIDE) * 2 * (record_bytes + _RECORD_BYTES)) + (1 << 20)
+    return 2 * state_bytes + int((1 + MAX_DURING_SNAPSHOT) * 2 * (record_bytes + _RECORD_BYTES)) + (1 << 20)
 
 
 class JournalFull(SmolclusterError):
@@ -94,9 +94,9 @@ class Journal(Closing):
         self._retired: list[_Segment] = []  # complete, not yet flushed
         self._number = -1  # of the newest log file or snapshot
         self._records = 0  # appended since the run began
-        self._sealed = 0
+        self._synced = 0
         self._unflushed_name = False
-        self._unsure = -1  # the newest log file whose flush failed: no seal until a snapshot replaces it
+        self._unsure = -1  # the newest log file whose flush failed: no sync marker until a snapshot replaces it
 
         self._log_bytes = 0  # since the start of the last snapshot that was not abandoned
         self._log_records = 0
@@ -130,7 +130,7 @@ class Journal(Closing):
 
         self._records = base + len(records)
         self._number = max(paths, default=-1)
-        self._log_bytes, self._state_bytes = sum(s.whole for s in segments), _nbytes(state or {})
+        self._log_bytes, self._state_bytes = sum(s.valid_bytes for s in segments), _nbytes(state or {})
         self._log_records = len(records)
         self._start_file([s.path for s in segments])
         self._forget(first)
@@ -178,7 +178,7 @@ class Journal(Closing):
         crc = 0
         for view in views:
             crc = zlib.crc32(view, crc)
-        if self._snapshot_running and self._log_bytes > BESIDE * self._log_limit:
+        if self._snapshot_running and self._log_bytes > MAX_DURING_SNAPSHOT * self._log_limit:
             self._saver.wait()  # keep training from filling a disk that is slower
         with self._lock:
             self._check_ready()
@@ -270,7 +270,7 @@ class Journal(Closing):
             self._stopping.wait(self._sync_s)
 
     def _flush(self, *, since: int = 0) -> None:
-        """Flush log files from number `since` on, and their names, to the disk; then seal them."""
+        """Flush log files from number `since` on, and their names, to the disk; then append a sync marker."""
         with self._flushing:
             with self._lock:
                 retired = [s for s in self._retired if s.number >= since]
@@ -287,9 +287,9 @@ class Journal(Closing):
                 raise
             with self._lock:
                 self._discard(retired)  # not those retired since: they may have grown after their flush
-                if self._current is not None and not self._retired and self._unsure < 0 and records > self._sealed:
-                    self._write(self._current, make_frame(SEAL, records))
-                    self._sealed = records
+                if self._current is not None and not self._retired and self._unsure < 0 and records > self._synced:
+                    self._write(self._current, make_frame(SYNC, records))
+                    self._synced = records
 
     def _fsync(self, segment: _Segment) -> None:
         try:
@@ -321,14 +321,14 @@ class Journal(Closing):
         return self._snapshot_wanted or self._log_bytes > self._log_limit or self._log_records >= SNAPSHOT_RECORDS
 
     def bound_disk(self, num_bytes: int) -> None:
-        """Limit the journal to so many bytes, with a shorter log and more snapshots."""
+        """Limit the journal to this many bytes, with a shorter log and more snapshots."""
         self._disk_bytes = num_bytes
 
     @property
     def _log_limit(self) -> float:
         limit = max(self._snapshot_bytes, self._snapshot_ratio * self._state_bytes)
         if self._disk_bytes is not None:
-            limit = min(limit, (self._disk_bytes - 2 * self._state_bytes) / (1 + BESIDE))
+            limit = min(limit, (self._disk_bytes - 2 * self._state_bytes) / (1 + MAX_DURING_SNAPSHOT))
         return max(0.0, limit)
 
     def snapshot(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], *, wait: bool = False) -> None:
@@ -396,7 +396,7 @@ class Journal(Closing):
     # The end
 
     def close(self) -> None:
-        """Wait for a snapshot under way, flush, and release the lock."""
+        """Wait for a snapshot in progress, flush, and release the lock."""
         self._stopping.set()
         self._dirty.set()
         with self._closing:
@@ -462,8 +462,8 @@ class _Segment:
     number: int
     path: Path
     file: OutputFile
-    size: int  # of its whole frames
-    void: bool = False  # removed: no record was ever whole in it
+    size: int  # of its complete frames
+    void: bool = False  # removed: it never had a complete record
 
 
 def _nbytes(tensors: Mapping[str, Tensor]) -> int:

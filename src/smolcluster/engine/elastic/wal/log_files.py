@@ -1,15 +1,15 @@
 """The files of a write-ahead log: how their frames are written and read.
 
-A log file is written front to back by one process and never changed. It is a sequence of frames:
+A log file is only appended to, by one process. It is a sequence of frames:
 
     open      always first: the number of records before this file
     record    JSON, then the little-endian bytes of its tensors
-    seal      records before this number are on the disk itself, not only in the page cache
+    sync      all records before this number have been fsynced
 
     frame = kind (4) | length of the JSON (4) | length of the tensor (8) | number (8) | crc of tensor and JSON (4)
             | crc of all this (4) | JSON, padded with spaces so that the tensor is aligned | tensor
 
-Every byte is covered by a checksum, and a length is used only after its checksum was right.
+Every byte is covered by a checksum, and a length is used only after its checksum was verified.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import struct
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-OPEN, RECORD, SEAL = b"SJ1O", b"SJ1R", b"SJ1S"
+OPEN, RECORD, SYNC = b"SJ1O", b"SJ1R", b"SJ1S"
 _HEAD = struct.Struct("<4sIQQI")
 _CRC = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CRC.size
@@ -39,15 +39,15 @@ class JournalRecord(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class LogFile:
-    """A log file as read. `trouble`: empty, `torn` (the end of a frame is missing) or `damaged`."""
+    """A log file as read. `damage`: `torn` where the end of a frame is missing, `corrupt` where its contents are wrong."""
 
     path: Path
     size: int
     start: int | None = None
     records: list[JournalRecord] = field(default_factory=list)
-    whole: int = 0  # bytes before the trouble
-    sealed: int = 0
-    trouble: str = ""
+    valid_bytes: int = 0  # before the damage
+    synced: int = 0  # the number of the last sync marker
+    damage: Literal["", "torn", "corrupt"] = ""
 
 
 def make_frame(
@@ -76,7 +76,7 @@ def _head_at(view: memoryview, offset: int) -> _Head | None:
 
 
 def read_log(path: Path) -> LogFile:
-    """Read frames while they are whole and in sequence; behind the first bad one look for seals only."""
+    """Read frames while they are complete and in sequence; after the first invalid one, scan for sync markers only."""
     found = LogFile(path=path, size=path.stat().st_size)
     if not found.size:
         return found
@@ -84,36 +84,36 @@ def read_log(path: Path) -> LogFile:
         # Copy on write: changing a tensor does not change the file.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     view = memoryview(data)
-    while found.whole < found.size:
-        head = _head_at(view, found.whole)
+    while found.valid_bytes < found.size:
+        head = _head_at(view, found.valid_bytes)
         if head is None:
-            found.trouble = "torn" if found.size - found.whole < _HEAD_BYTES else "damaged"
+            found.damage = "torn" if found.size - found.valid_bytes < _HEAD_BYTES else "corrupt"
             break
-        text_at = found.whole + _HEAD_BYTES
+        text_at = found.valid_bytes + _HEAD_BYTES
         payload_at = text_at + head.text_bytes
         end = payload_at + head.payload_bytes
         if end > found.size:
-            found.trouble = "torn"
+            found.damage = "torn"
             break
         if head.crc != zlib.crc32(view[text_at:payload_at], zlib.crc32(view[payload_at:end])) or not _take(
             found, head, data, text_at, payload_at
         ):
-            found.trouble = "damaged"
+            found.damage = "corrupt"
             break
-        found.whole = end
-    if found.trouble:
-        found.sealed = max(found.sealed, _last_seal(data, view, found.whole))
+        found.valid_bytes = end
+    if found.damage:
+        found.synced = max(found.synced, _last_sync(data, view, found.valid_bytes))
     return found
 
 
 def _take(found: LogFile, head: _Head, data: mmap.mmap, text_at: int, payload_at: int) -> bool:
-    """Add a whole frame; return False when it is out of sequence."""
+    """Add a complete frame; return False when it is out of sequence."""
     if head.kind == OPEN and found.start is None:
         found.start = head.number
     elif found.start is None:
         return False
-    elif head.kind == SEAL:
-        found.sealed = max(found.sealed, head.number)
+    elif head.kind == SYNC:
+        found.synced = max(found.synced, head.number)
     elif head.kind == RECORD and head.number == found.start + len(found.records):
         meta, tensor = json.loads(data[text_at:payload_at])
         found.records.append(JournalRecord(meta, tensor and _tensor(data, payload_at, head.payload_bytes, *tensor)))
@@ -129,11 +129,11 @@ def _tensor(data: mmap.mmap, offset: int, num_bytes: int, dtype: str, shape: lis
     return raw.view(getattr(torch, dtype)).reshape(shape)
 
 
-def _last_seal(data: mmap.mmap, view: memoryview, offset: int) -> int:
-    """Return the highest seal behind `offset`."""
-    sealed = 0
-    while (offset := data.find(SEAL, offset)) >= 0:
+def _last_sync(data: mmap.mmap, view: memoryview, offset: int) -> int:
+    """Return the highest sync marker after `offset`."""
+    synced = 0
+    while (offset := data.find(SYNC, offset)) >= 0:
         head = _head_at(view, offset)
-        sealed = max(sealed, head.number if head is not None else 0)
+        synced = max(synced, head.number if head is not None else 0)
         offset += 1
-    return sealed
+    return synced

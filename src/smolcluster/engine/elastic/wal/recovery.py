@@ -36,7 +36,7 @@ def damaged(folder: Path, path: Path, what: str) -> DamagedJournal:
 
 
 def records_in_turn(folder: Path, files: list[LogFile], base: int) -> list[JournalRecord]:
-    """Return the records from number `base` up to the first gap. Raises DamagedJournal where sealed records are lost."""
+    """Return the records from number `base` up to the first gap. Raises DamagedJournal where synced records are lost."""
     records: list[JournalRecord] = []
     broken: Path | None = None  # the first file after the last that added records
     for file in files:
@@ -44,18 +44,18 @@ def records_in_turn(folder: Path, files: list[LogFile], base: int) -> list[Journ
         if file.start is not None and follows:
             records[file.start - base :] = file.records
             broken = None
-        if file.trouble or not follows:
+        if file.damage or not follows:
             broken = broken or file.path
-            bad = file.trouble == "damaged" or (file.records and not follows)
+            bad = file.damage == "corrupt" or (file.records and not follows)
             logger.log(
                 logging.ERROR if bad else logging.WARNING,
                 "%s: %s; kept %d records of its %d bytes",
                 file.path,
-                file.trouble or "does not follow the records before it",
+                file.damage or "does not follow the records before it",
                 len(file.records) if follows else 0,
                 file.size,
             )
-    lost = max((file.sealed for file in files), default=0) - base - len(records)
+    lost = max((file.synced for file in files), default=0) - base - len(records)
     if lost > 0:
         raise damaged(folder, broken or folder, f"{lost} records that were safe on the disk cannot be read")
     return records

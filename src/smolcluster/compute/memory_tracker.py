@@ -1,4 +1,4 @@
-"""Record memory: every storage that is allocated, resized or freed while a `Ledger` is open.
+"""Record memory: every storage that is allocated, resized or freed while a `MemoryTracker` is open.
 
 It is a dispatch mode, so it sees each operation of torch in forward, in backward and in the optimizer, on real and on fake
 tensors. A storage counts once, however many tensors share it. It may be labelled later (`label`), since the peak is computed
@@ -30,7 +30,7 @@ _PROPAGATE = "_propagate_tensor_meta_non_cached"  # how DTensor finds the shape 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class MemoryUse:
     """Bytes at one moment."""
 
     parameters: int = 0
@@ -49,12 +49,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    at: Held  # at the moment with most bytes
-    each: Held  # the most of each kind at any moment
+    at_peak: MemoryUse  # at the moment with most bytes
+    of_each_kind: MemoryUse  # the peak of each kind, at whatever moment
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager. Storages of other kinds of devices are ignored."""
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context manager, for the storages of one kind of device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,11 +106,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the check takes longer than all the rest
+        return False  # nothing is compiled here, and the check takes longer than everything else
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # the most frequent call
+            return args[0].fake_device  # by far the most frequent call
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper such as DTensor: the mode sees its inner tensors
         self.attention = self.attention or func.__name__.startswith("_scaled_dot_product")
@@ -123,7 +123,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self.fake is not None and func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # on fake tensors it would copy, unlike on real ones
+            return args[0]  # it copies fake tensors, but not real ones
         return func(*args, **kwargs)
 
     def record(self, tensor: Tensor) -> int | None:
@@ -173,34 +173,34 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The number of entries so far, for `since`."""
         return len(self._entries)
 
-    def peak(self, since: int = 0, *, settled: bool = False) -> Peak:
-        """Return the moment with most bytes from `since` on. `settled`: as if optimizer state had existed from the start."""
+    def peak(self, since: int = 0, *, steady_state: bool = False) -> Peak:
+        """Return the peak from the entry `since` on. `steady_state`: as if optimizer state had existed from the start."""
         state = sum(self._sizes[number] for number, kind in self._kinds.items() if kind == "optimizer")
-        held: dict[Kind | None, int] = {None: 0, "optimizer": state if settled else 0}
-        total, peak, most = sum(held.values()), dict(held), -1
+        use: dict[Kind | None, int] = {None: 0, "optimizer": state if steady_state else 0}
+        total, peak, most = sum(use.values()), dict(use), -1
         largest: dict[Kind | None, int] = {}
         for place, (number, delta) in enumerate(self._entries, start=1):
             kind = self._kinds.get(number)
-            if settled and kind == "optimizer":
+            if steady_state and kind == "optimizer":
                 continue
-            held[kind] = held.get(kind, 0) + delta
+            use[kind] = use.get(kind, 0) + delta
             total += delta
             if place > since:
-                largest[kind] = max(largest.get(kind, 0), held[kind])
+                largest[kind] = max(largest.get(kind, 0), use[kind])
                 if total > most:
-                    most, peak = total, dict(held)
+                    most, peak = total, dict(use)
         if most < 0:
-            peak = held
-        return Peak(at=_held(peak), each=_held({**held, **largest}))
+            peak = use
+        return Peak(at_peak=_memory_use(peak), of_each_kind=_memory_use({**use, **largest}))
 
     @property
-    def now(self) -> Held:
-        held: dict[Kind | None, int] = {}
+    def now(self) -> MemoryUse:
+        use: dict[Kind | None, int] = {}
         for number, delta in self._entries:
             kind = self._kinds.get(number)
-            held[kind] = held.get(kind, 0) + delta
-        return _held(held)
+            use[kind] = use.get(kind, 0) + delta
+        return _memory_use(use)
 
 
-def _held(by_kind: dict[Kind | None, int]) -> Held:
-    return Held(**{kind or "other": size for kind, size in by_kind.items()})
+def _memory_use(by_kind: dict[Kind | None, int]) -> MemoryUse:
+    return MemoryUse(**{kind or "other": size for kind, size in by_kind.items()})
