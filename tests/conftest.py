@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests import warm as warm_processes
+
+if TYPE_CHECKING:
+    from tests.e2e.serve.fake_chat import Fake
 
 # How long one example takes says something about the machine, and nothing about the code.
 settings.register_profile("smolcluster", deadline=None, max_examples=25)
@@ -25,6 +29,21 @@ def warm() -> Iterator[None]:
     installed = warm_processes.install()
     yield
     warm_processes.uninstall(installed)
+
+
+@pytest.fixture(scope="module")
+def fake_server() -> Iterator[Fake]:
+    from tests.e2e.serve.fake_chat import Fake, serving
+
+    with serving(Fake()) as fake:
+        yield fake
+
+
+@pytest.fixture
+def fake(fake_server: Fake) -> Fake:
+    """A chat server with scripted answers, reset for each test."""
+    fake_server.reset()
+    return fake_server
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -78,7 +78,7 @@ def stage(model: str, stages: int, place: int, listen: str, behind: str) -> None
         else:
             x = torch.frombuffer(line.get(2 * count * config.model_dim), dtype=torch.float16)
             x = x.view(count, config.model_dim).float()
-        out = part.run([Row(sequence=0, start=start, count=count, answer=True)], x).numpy()
+        out = part.run([Row(sequence=0, start=start, count=count, logits=True)], x).numpy()
         line.put(int(out.argmax()).to_bytes(8, "little") if last else head + out.astype(np.float16).tobytes())
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.e2e.browser import lone_page
 from tests.e2e.command import Smol
 
 
@@ -21,6 +23,13 @@ def smol(warm: None, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     runner = Smol(cache, tmp_path_factory.mktemp("output"))
     yield runner
     runner.close()
+
+
+@pytest.fixture
+def lone(browser: Any) -> Iterator[Any]:
+    """A page that may report errors. The fixture `browser` is the test module's."""
+    with lone_page(browser) as page:
+        yield page
 
 
 # Makes the import of torch an error in every process but a server or worker.

@@ -282,7 +282,7 @@ def test_tokens_outside_the_vocabulary_are_refused(source: RandomSource) -> None
 
 def test_a_peer_without_the_secret_cannot_compute_on_a_stage(source: RandomSource) -> None:
     """Neither write into caches that are not his, nor have new ones kept for him."""
-    batch = StageBatch(rows=(Row(sequence=1, start=0, count=2, answer=False),), route=(("ab", "127.0.0.1:1"),))
+    batch = StageBatch(rows=(Row(sequence=1, start=0, count=2, logits=False),), route=(("ab", "127.0.0.1:1"),))
     tokens = Message(kind=Kind.ROWS, step=1, meta=wire.meta_of(batch), payload=torch.tensor([1, 2]))
     hidden = dataclasses.replace(batch, route=(), secret="x" * 32)
     numbers = Message(kind=Kind.ROWS, step=1, meta=wire.meta_of(hidden), payload=torch.ones(2, 32))
@@ -416,7 +416,7 @@ def test_an_answer_that_cannot_be_sent_is_reported_as_failed(
 )
 def test_only_short_batches_run_on_the_transports_thread(lasted: Any, tokens: int, quick: bool) -> None:
     worker = SimpleNamespace(_queued=0, _done=0, _last_batch=lasted)
-    row = Row(sequence=1, start=0, count=tokens, answer=True)
+    row = Row(sequence=1, start=0, count=tokens, logits=True)
     assert StageWorker._runs_inline(worker, StageBatch(rows=(row,), secret="")) == quick  # type: ignore[arg-type]
 
 

@@ -92,7 +92,7 @@ def test_serving_over_fresh_lengths(config: GPTConfig) -> None:
     part = part_of(config, torch.bfloat16)
 
     def one_pass() -> Callable[[int], object]:
-        return lambda at: part.run([Row(sequence=0, start=at, count=1, answer=True)], torch.tensor([at % 256]))
+        return lambda at: part.run([Row(sequence=0, start=at, count=1, logits=True)], torch.tensor([at % 256]))
 
     assert slowdown(one_pass) <= AT_MOST
 
@@ -105,7 +105,7 @@ def test_prompts_of_fresh_lengths(config: GPTConfig) -> None:
     def prompts(at: int) -> None:
         count = 2 + at
         for start in (0, count):
-            part.run([Row(sequence=0, start=start, count=count, answer=True)], torch.arange(count) % 256)
+            part.run([Row(sequence=0, start=start, count=count, logits=True)], torch.arange(count) % 256)
 
     assert slowdown(lambda: prompts) <= AT_MOST
 
@@ -125,7 +125,7 @@ def test_the_tokens_are_those_of_the_cpu(heads: int, dtype: torch.dtype) -> None
             expected = reference(tokens[None])[0]
         cuts = [0, 7, 20, *range(21, length + 1)]
         for start, end in pairwise(cuts):
-            logits = part.run([Row(sequence=0, start=start, count=end - start, answer=True)], tokens[start:end])
+            logits = part.run([Row(sequence=0, start=start, count=end - start, logits=True)], tokens[start:end])
             # Logits are of size 1; bf16 keeps 8 bits of each activation in 4 layers.
             tolerance = 1e-3 if dtype == torch.float32 else 0.1
             torch.testing.assert_close(logits[0].cpu().double(), expected[end - 1], rtol=0, atol=tolerance)

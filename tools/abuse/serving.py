@@ -77,7 +77,7 @@ HOP = ("0123456789abcdef", "127.0.0.1:1")
 def _rows(sequence: int, *, activations: bool, route: tuple[tuple[str, str], ...] = ()) -> Message:
     opening = SamplingState(sampling=SamplingParams(temperature=0.0), position=2)
     batch = StageBatch(
-        rows=(Row(sequence=sequence, start=0, count=2, answer=True),), route=route, samplings={sequence: opening}
+        rows=(Row(sequence=sequence, start=0, count=2, logits=True),), route=route, samplings={sequence: opening}
     )
     payload = torch.ones(2, DIM) if activations else torch.tensor([1, 2])
     return Message(kind=Kind.ROWS, step=1, meta=wire.meta_of(batch), payload=payload)

@@ -29,7 +29,7 @@ def chat(
     *,
     served: ClientOptions,
 ) -> int:
-    from smolcluster.serve.client.terminal import Chat, is_coloured, line_reader, print_pieces, read_all
+    from smolcluster.serve.client.terminal import Chat, is_coloured, line_reader, print_chunks, read_all
 
     options = served.sampling()
     if Path(url).exists():
@@ -48,7 +48,7 @@ def chat(
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
         answer = client.complete(question, options=request) if continues else client.chat(messages, options=request)
-        print_pieces(answer, sys.stdout)
+        print_chunks(answer, sys.stdout)
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it stops an answer, also where a script ignores it
     talk = Chat(
@@ -59,6 +59,6 @@ def chat(
         read=line_reader(),
         colour=is_coloured(sys.stdout),
         continues=continues,
-        openings=[text for text in about.get("openings") or [] if isinstance(text, str)],
+        example_prompts=[text for text in about.get("openings") or [] if isinstance(text, str)],
     )
     return talk.run()

@@ -35,9 +35,11 @@ class ClientOptions:
 
     def sampling(self, **more: Any) -> dict[str, Any]:
         """Return the sampling options that were given, as fields of a request."""
-        from smolcluster.serve.client.terminal import given
+        from smolcluster.serve.client.terminal import given_options
 
-        return given({name: value for name, value in asdict(self).items() if name not in ("model", "key")} | more)
+        return given_options(
+            {name: value for name, value in asdict(self).items() if name not in ("model", "key")} | more
+        )
 
     def connect(self, url: str) -> ServerClient:
         """Connect to a server, and wait until it is ready."""

@@ -48,7 +48,7 @@ def generate(
     *,
     served: ClientOptions,
 ) -> int:
-    from smolcluster.serve.client.terminal import print_pieces, read_all
+    from smolcluster.serve.client.terminal import print_chunks, read_all
 
     options = served.sampling(stop=stop or None)
     from_, prompt = _model_and_prompt(words, from_)
@@ -70,7 +70,7 @@ def generate(
     else:
         client = served.connect(url)
         source, name = client, served.model or client.models()[0]
-    print_pieces(source.complete(text, options={"model": name, **options}, stream=stream), sys.stdout)
+    print_chunks(source.complete(text, options={"model": name, **options}, stream=stream), sys.stdout)
     return 0
 
 

@@ -86,7 +86,7 @@ async def _show(
 def _push(run_dir: Path | None, url: str | None) -> int:
     """Push log lines that have not reached Loki."""
     from smolcluster.config import load_config
-    from smolcluster.observe.loki import push_rest
+    from smolcluster.observe.loki import push_unsent
 
     if run_dir is None or not run_dir.is_dir():
         raise UserError("smolcluster logs push needs a run directory, such as runs/demo")
@@ -94,8 +94,8 @@ def _push(run_dir: Path | None, url: str | None) -> int:
         url = load_config([str(run_dir / "config.yaml")]).logging.loki_url
     if url is None:
         raise UserError(f"{run_dir} names no Loki server; give --url http://HOST:3100")
-    rest = push_rest(run_dir, url, timeout_s=300)
+    rest = push_unsent(run_dir, url, timeout_s=300)
     typer.echo(f"{rest.lines} lines sent" + (f", {rest.refused} refused" if rest.refused else ""))
-    if rest.left:
+    if rest.unsent:
         raise UserError(f"not all was sent: {rest.reason}; try again later")
     return 0

@@ -1,7 +1,7 @@
-"""`python -m smolcluster.dashboard`: the dashboard beside a run.
+"""`python -m smolcluster.dashboard`: the dashboard in a separate process, started by a run.
 
-Reads a `DashboardConfig` as one line of JSON from standard input, writes its address to standard output, and exits when
-standard input ends.
+Reads a `DashboardConfig` as one line of JSON from standard input, writes the address of the page to standard output, and exits
+when standard input ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
             pass
         ended.set()
 
-    def answer(**fields: str) -> None:
+    def respond(**fields: str) -> None:
         with contextlib.suppress(OSError):  # the parent is gone: standard input ends too
             print(json.dumps(fields), flush=True)
 
@@ -33,9 +33,9 @@ def main() -> int:
     threading.Thread(target=wait_for_eof, daemon=True, name="end of standard input").start()
     lower_priority()
     try:
-        serve(config, ready=lambda url: answer(url=url), until=ended)
+        serve(config, ready=lambda url: respond(url=url), until=ended)
     except SmolclusterError as error:
-        answer(error=str(error))
+        respond(error=str(error))
         return error.exit_code
     return 0
 

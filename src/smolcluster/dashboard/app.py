@@ -6,7 +6,7 @@
     /api/run/NAME/events             the snapshot, then every change
     /api/run/NAME/logs               its logs in pages: search, level, process, before, limit
     /api/compare?run=A&run=B         several runs
-    /api/login                       a cookie for the token
+    /api/login                       sets a cookie for the token
     /health                          ok
 
 All routes only read.
@@ -46,7 +46,7 @@ needed = functools.partial(needed_for, extra="dashboard", purpose="the dashboard
 
 
 def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...] = (), run: str | None = None) -> App:
-    """Return the page, the API and the guard before both. `run` is the run shown first."""
+    """Return the application: page and API, behind the guard. `run` is the run shown first."""
     with needed():
         from starlette.applications import Starlette
         from starlette.routing import Route
@@ -65,10 +65,10 @@ def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...]
             Route("/api/run/{name}/logs", api.logs),
         ],
         exception_handlers={
-            NoSuchRun: _refusal(404, "there is no run of this name here"),
-            TooManyViewers: _refusal(503, "too many viewers", **{"retry-after": "5"}),
-            404: _refusal(404, "there is no such page"),
-            500: _refusal(500, "the dashboard failed to answer this"),
+            NoSuchRun: _error_handler(404, "there is no run of this name here"),
+            TooManyViewers: _error_handler(503, "too many viewers", **{"retry-after": "5"}),
+            404: _error_handler(404, "there is no such page"),
+            500: _error_handler(500, "internal error of the dashboard"),
         },
     )
     app.router.redirect_slashes = False
@@ -108,10 +108,10 @@ class _Api:
         return _json(await channel.snapshot())
 
     async def events(self, request: Request) -> Response:
-        self._hub.check_room()
+        self._hub.check_viewer_limit()
         channel = await self._hub.channel(request.path_params["name"])
         last = request.headers.get("last-event-id") or request.query_params.get("last")
-        return event_stream(channel.frames(last), write_s=WRITE_S)
+        return event_stream(channel.events(last), write_s=WRITE_S)
 
     async def logs(self, request: Request) -> Response:
         path = await asyncio.to_thread(self._hub.runs.find, request.path_params["name"])
@@ -148,5 +148,5 @@ def _json(value: Any, status: int = 200, **headers: str) -> Response:
     return Response(text, status_code=status, headers=headers)
 
 
-def _refusal(status: int, message: str, **headers: str) -> Callable[[Request, Exception], Response]:
+def _error_handler(status: int, message: str, **headers: str) -> Callable[[Request, Exception], Response]:
     return lambda _request, _error: _json({"error": message}, status, **headers)

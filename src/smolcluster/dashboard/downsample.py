@@ -1,10 +1,11 @@
 """Curves of at most `limit` points, however long a run is.
 
-A point stands for `stride` rows: the mean of every field, and the minimum and maximum of the first, so that a spike of one
-step in a million stays visible. When the curve is full, neighbours are merged in pairs and the stride doubles. Means are exact.
+A point is made of `stride` rows: the mean of every field, and the minimum and maximum of the first field, so that a spike of
+one step in a million stays visible. When the curve is full, neighbours are merged in pairs and the stride doubles. Means are
+exact.
 
     stride 1     o o o o o o o o          limit 8
-    stride 2     o   o   o   o   o ...    room for as many again
+    stride 2     o   o   o   o   o ...    room for 4 more points, of 2 rows each
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 MIN_POINTS = 60
 MAX_POINTS = 480
 ALL_POINTS = 12_000
-_LARGEST = 1e100  # so that no sum or product of such numbers overflows
+_LARGEST = 1e100  # no sum or product of numbers up to this overflows
 _LATEST = 2.0**35  # seconds: the year 3058, valid in every calendar library
 
 
 def limit_for(num_curves: int) -> int:
-    """Return the points for each of so many curves, about ALL_POINTS together. Even: points are merged in pairs."""
+    """Return the maximum of points per curve, about ALL_POINTS in total. Even: points are merged in pairs."""
     return max(MIN_POINTS, min(MAX_POINTS, ALL_POINTS // max(1, num_curves))) // 2 * 2
 
 
@@ -31,7 +32,7 @@ class CurvePoint:
     __slots__ = ("counts", "highest", "lowest", "rows", "step", "sums", "time")
 
     def __init__(self, step: float, time: float, values: Sequence[float | None]) -> None:
-        self.step, self.time, self.rows = step, time, 1  # of its last row
+        self.step, self.time, self.rows = step, time, 1  # step and time of its last row
         self.sums = [0.0 if value is None else value for value in values]
         self.counts = [0 if value is None else 1 for value in values]
         self.lowest = self.highest = values[0]
@@ -64,7 +65,7 @@ class CurvePoint:
 
 
 class Curve:
-    """The points of one rank, or of the whole run. Extremes are kept of the first of `fields`.
+    """The points of one rank, or of the run. Minimum and maximum are kept of the first of `fields`.
 
     `changed` is the index of the first point that changed since the last `forget_changes`.
     """
@@ -139,7 +140,7 @@ class Curve:
 
 
 def finite(value: Any) -> float | None:
-    """Return a number that can be drawn. NaN, infinity, their names, and absurd numbers of damaged rows are None: a gap."""
+    """Return a number that can be drawn. NaN, infinity, their names, and huge numbers of damaged rows are None: a gap."""
     kind = value.__class__
     if kind is float:
         return value if -_LARGEST <= value <= _LARGEST else None

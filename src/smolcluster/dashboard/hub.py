@@ -1,8 +1,8 @@
 """One reader for each run, shared by all its viewers.
 
-A reader is polled twice a second while it has viewers, and not at all while it has none. Each change is encoded once and the
-same bytes go to every viewer. The last changes are kept in a ring: a viewer that reconnects continues after its Last-Event-ID.
-A slow viewer is not waited for and nothing is buffered for it: once its position has left the ring it gets a snapshot.
+A reader is polled twice a second while it has viewers. Each change is encoded once, and the same bytes are sent to all viewers.
+The last changes are kept in a ring buffer: a viewer that reconnects continues after its Last-Event-ID. Nothing is buffered for
+a slow viewer: once its position has left the ring it gets a snapshot.
 
     viewer at 40, ring 38..45: gets 41..45        viewer at 12, ring 38..45: gets a snapshot at 45
 """
@@ -29,7 +29,7 @@ from smolcluster.observe.machine import describe_machine
 
 POLL_S = 0.5
 POLL_ENDED_S = 2.0
-BEAT_S = 3.0  # silence after which a viewer gets a heartbeat
+BEAT_S = 3.0  # without changes, after which a viewer gets a heartbeat
 RING = 64
 MAX_VIEWERS = 200
 MAX_READERS = 16
@@ -43,8 +43,8 @@ class TooManyViewers(Exception):
 
 
 def shielded(work: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Finish an async method when its caller is cancelled: its thread continues, and must be done before the reader is used
-    again."""
+    """Shield an async method from cancellation of its caller: its thread cannot be interrupted, and the reader is not
+    thread-safe."""
 
     @functools.wraps(work)
     async def run(*args: P.args, **named: P.kwargs) -> T:
@@ -61,7 +61,7 @@ class RunChannel:
         self._stream = SnapshotStream(reader)
         self.viewers = 0
         self.closing = False
-        self._boot = secrets.token_hex(4)  # distinguishes our numbers from those of an earlier process
+        self._process_id = secrets.token_hex(4)  # distinguishes our event ids from those of an earlier process
         self._number = 0
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=RING)
         self._snapshot: tuple[int, bytes] | None = None
@@ -77,16 +77,16 @@ class RunChannel:
         async with self._reading:
             self.reader.local_facts = await asyncio.to_thread(self._local_facts)
             await asyncio.to_thread(self.reader.poll_to_the_end)
-            whole = await asyncio.to_thread(self._stream.snapshot)
-            # Viewers get the changes now: a later one has them in its snapshot, and must not get them again.
+            snapshot = await asyncio.to_thread(self._stream.snapshot)
+            # Publish pending changes before the snapshot is returned, so that no viewer gets a change twice.
             self._put(await asyncio.to_thread(self._stream.changes))
         await self._notify()
-        return whole
+        return snapshot
 
-    async def frames(self, last_id: str | None) -> AsyncGenerator[bytes, None]:
-        """Yield the frames of one viewer: a snapshot or what it missed, then changes and heartbeats.
+    async def events(self, last_id: str | None) -> AsyncGenerator[bytes, None]:
+        """Yield the server-sent events of one viewer: a snapshot or the missed changes, then changes and heartbeats.
 
-        Ends when polling fails: a page that no longer changes must not look alive. A viewer that reconnects restarts it.
+        Ends when polling fails, so that the page shows the failure. A viewer that reconnects restarts polling.
         """
         at = self._position_of(last_id)
         self.viewers += 1
@@ -98,10 +98,10 @@ class RunChannel:
                 self._task = asyncio.create_task(self._follow())
             while True:
                 if at is None or (self._ring and at < self._ring[0][0] - 1):
-                    at, frame = await self._snapshot_frame()
-                    yield frame
+                    at, event = await self._snapshot_event()
+                    yield event
                 elif at < self._number:
-                    missed = b"".join(frame for number, frame in self._ring if number > at)
+                    missed = b"".join(event for number, event in self._ring if number > at)
                     at = self._number
                     yield missed
                 elif self.closing:
@@ -115,7 +115,7 @@ class RunChannel:
             self.viewers -= 1
 
     async def close(self) -> None:
-        """Send the last changes, then tell all viewers to leave."""
+        """Send the last changes and an event `bye` to all viewers."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -126,8 +126,8 @@ class RunChannel:
         await self._notify()
 
     def _position_of(self, last_id: str | None) -> int | None:
-        boot, _, number = (last_id or "").partition("-")
-        if boot != self._boot or not re.fullmatch(r"[0-9]{1,15}", number) or int(number) > self._number:
+        process_id, _, number = (last_id or "").partition("-")
+        if process_id != self._process_id or not re.fullmatch(r"[0-9]{1,15}", number) or int(number) > self._number:
             return None
         return int(number)
 
@@ -141,12 +141,12 @@ class RunChannel:
         return True
 
     @shielded
-    async def _snapshot_frame(self) -> tuple[int, bytes]:
+    async def _snapshot_event(self) -> tuple[int, bytes]:
         """Return the current snapshot, encoded once for all requests before the next change."""
         async with self._reading:
             if self._snapshot is None or self._snapshot[0] != self._number:
-                whole = await asyncio.to_thread(self._stream.snapshot)
-                self._snapshot = (self._number, await asyncio.to_thread(self._frame, "snapshot", whole))
+                snapshot = await asyncio.to_thread(self._stream.snapshot)
+                self._snapshot = (self._number, await asyncio.to_thread(self._sse_event, "snapshot", snapshot))
             return self._snapshot
 
     async def _follow(self) -> None:
@@ -154,7 +154,7 @@ class RunChannel:
         try:
             while self.viewers:
                 await self._poll()
-                await asyncio.sleep(0.02 if self.reader.behind else POLL_ENDED_S if self.reader.ended else POLL_S)
+                await asyncio.sleep(0.02 if self.reader.has_more else POLL_ENDED_S if self.reader.ended else POLL_S)
         except Exception:
             self._failed = True
             await self._notify()
@@ -176,25 +176,25 @@ class RunChannel:
             return
         self._number += 1
         kind = "snapshot" if changes.get("whole") else "changes"
-        frame = self._frame(kind, changes)
-        self._ring.append((self._number, frame))
+        event = self._sse_event(kind, changes)
+        self._ring.append((self._number, event))
         if kind == "snapshot":
-            self._snapshot = (self._number, frame)
+            self._snapshot = (self._number, event)
 
     def _read_changes(self) -> dict[str, Any] | None:
         self.reader.local_facts = self._local_facts()
         found = self.reader.poll()
-        # A long run that is read for the first time is not encoded after every piece of it.
-        while self.reader.behind and time.monotonic() - self._encoded_at < POLL_S:
+        # A long run that is read for the first time takes many polls: do not encode after each.
+        while self.reader.has_more and time.monotonic() - self._encoded_at < POLL_S:
             found |= self.reader.poll()
         if not found and self.reader.ended and self._number:
             return None
         self._encoded_at = time.monotonic()
         return self._stream.changes()
 
-    def _frame(self, kind: str, value: dict[str, Any]) -> bytes:
+    def _sse_event(self, kind: str, value: dict[str, Any]) -> bytes:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-        return f"id: {self._boot}-{self._number}\nevent: {kind}\ndata: {text}\n\n".encode()
+        return f"id: {self._process_id}-{self._number}\nevent: {kind}\ndata: {text}\n\n".encode()
 
 
 class Hub:
@@ -204,19 +204,19 @@ class Hub:
         self.runs = runs
         self._channels: OrderedDict[str, RunChannel] = OrderedDict()
         self._facts: tuple[float, dict[str, Any]] = (-math.inf, {})
-        self._describing = threading.Lock()
+        self._facts_lock = threading.Lock()
         self._closing = False
 
     @property
     def viewers(self) -> int:
         return sum(channel.viewers for channel in self._channels.values())
 
-    def check_room(self) -> None:
+    def check_viewer_limit(self) -> None:
         if self.viewers >= MAX_VIEWERS:
             raise TooManyViewers
 
     async def channel(self, name: str) -> RunChannel:
-        """Raises NoSuchRun."""
+        """Return the channel of a run. Raises NoSuchRun."""
         path = await asyncio.to_thread(self.runs.find, name)
         channel = self._channels.get(name)
         if channel is None:
@@ -229,16 +229,16 @@ class Hub:
         return channel
 
     def _local_facts(self) -> dict[str, Any]:
-        """Return the latest facts of this machine, and refresh them in a thread: a driver may take seconds to answer."""
-        if time.monotonic() - self._facts[0] >= LOCAL_FACTS_S and self._describing.acquire(blocking=False):
+        """Return the latest facts of this machine, and refresh them in a thread: nvidia-smi may take seconds."""
+        if time.monotonic() - self._facts[0] >= LOCAL_FACTS_S and self._facts_lock.acquire(blocking=False):
             threading.Thread(target=self._describe, daemon=True).start()
         return self._facts[1]
 
     def _describe(self) -> None:
         try:
-            self._facts = (time.monotonic(), describe_machine(ask_nvidia=True))
+            self._facts = (time.monotonic(), describe_machine(run_nvidia_smi=True))
         finally:
-            self._describing.release()
+            self._facts_lock.release()
 
     async def close(self) -> None:
         self._closing = True

@@ -1,14 +1,14 @@
 """Derive the traffic of each link from the byte counts of processes: pure functions.
 
-A row of metrics.jsonl counts all bytes of a process. The strategy gives the links:
+A row of metrics.jsonl counts all bytes of a process. The topology of the strategy gives the links:
 
     star     a server and its workers: a worker has one link, so its counts are the link's
     ring     all-reduce and similar: a rank sends to the next and receives from the previous
-    wheel    the same on the elastic plane: the ring, and a coordinator in the middle that moves few bytes
-    line     a pipeline: activations go down, gradients up; each link is derived from the ends
+    wheel    on the elastic plane: the ring, and a coordinator in the middle with little traffic
+    line     a pipeline: activations forward, gradients backward; links are derived from the first one on
     alone    one process
 
-Figures are `inferred` where the algorithm may have moved some bytes otherwise (a broadcast at the start).
+Numbers are `inferred` if some bytes may have been sent over other links (a broadcast at the start).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NetworkShape = Literal["alone", "star", "ring", "wheel", "line"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteCounts:
-    """Bytes of one process: total, and per second now."""
+    """Bytes of one process: total, and current rate."""
 
     sent: float = 0.0
     received: float = 0.0
@@ -45,7 +45,7 @@ class TrafficLink:
 
 
 def shape_of(strategy: str, *, served: bool, num_workers: int) -> NetworkShape:
-    """Return the topology of the strategy; a ring for one that is not installed here."""
+    """Return the topology of the strategy; a ring if it is not installed on this machine."""
     record = find_record(strategy)
     topology = "ring" if record is None else record.topology
     if served:
@@ -58,20 +58,20 @@ def shape_of(strategy: str, *, served: bool, num_workers: int) -> NetworkShape:
 def links_of(
     shape: NetworkShape, counts: Mapping[int, ByteCounts], *, workers: Sequence[int], server: int | None = None
 ) -> list[TrafficLink]:
-    """Return the links between the `workers` that take part now, in order, and the server."""
+    """Return the links between the `workers` that participate now, in order, and the server."""
     match shape:
         case "star" if server is not None:
             return [link for rank in workers for link in _spoke(rank, server, counts.get(rank, ByteCounts()))]
         case "wheel" if server is not None:
             hub = counts.get(server, ByteCounts())
-            part = ByteCounts(
+            share = ByteCounts(
                 sent=hub.received / max(1, len(workers)),
                 received=hub.sent / max(1, len(workers)),
                 sent_per_s=hub.received_per_s / max(1, len(workers)),
                 received_per_s=hub.sent_per_s / max(1, len(workers)),
             )
-            spokes = [link for rank in workers for link in _spoke(rank, server, part, inferred=True)]
-            return _ring(workers, counts, less=part) + spokes
+            spokes = [link for rank in workers for link in _spoke(rank, server, share, inferred=True)]
+            return _ring(workers, counts, less=share) + spokes
         case "ring":
             return _ring(workers, counts, less=ByteCounts())
         case "line":
@@ -86,7 +86,7 @@ def _spoke(rank: int, server: int, count: ByteCounts, *, inferred: bool = False)
 
 
 def _ring(workers: Sequence[int], counts: Mapping[int, ByteCounts], *, less: ByteCounts) -> list[TrafficLink]:
-    """`less`: what each worker exchanged outside the ring."""
+    """Return the links of the ring. `less`: the bytes that each worker exchanged outside the ring."""
     if len(workers) < 2:
         return []
     links = []
@@ -105,7 +105,7 @@ def _ring(workers: Sequence[int], counts: Mapping[int, ByteCounts], *, less: Byt
 
 
 def _line(workers: Sequence[int], counts: Mapping[int, ByteCounts]) -> list[TrafficLink]:
-    """The first rank's counts are those of the first link, the rest of the second rank's those of the second, and so on."""
+    """Return the links of the line: rank 0 has only the first link; rank 1's counts minus these are the second's; and so on."""
     links = []
     up, down, up_s, down_s = 0.0, 0.0, 0.0, 0.0  # of the previous link: towards the first rank, and away from it
     for rank, following in itertools.pairwise(workers):

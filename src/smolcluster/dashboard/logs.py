@@ -1,7 +1,7 @@
 """Read the logs of a run in pages from the newest line back, filtered and merged by time.
 
-A page has at most `limit` lines and reads at most `max_bytes`, so that a search in gigabytes ends soon, with a cursor to
-continue from. The cursor is a position in every log: new lines do not shift it.
+A page has at most `limit` lines and reads at most `max_bytes`, which bounds a search in gigabytes; it returns a cursor to
+continue from. The cursor is a byte offset in every log: new lines do not shift it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PRINTED = "PRINTED"  # the level of what was printed and not logged, such as a 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of one log, and its position in the file."""
+    """A line of one log, and its offset in the file."""
 
     process: str
     position: int
@@ -51,10 +51,10 @@ def read_page(
 ) -> dict[str, Any]:
     """Return `lines`, oldest first; `before`, the cursor of the previous page or None at the beginning; `processes`, the logs.
 
-    `level` is the lowest that is shown. Printed lines count as errors: most are.
+    `level` is the lowest level shown. Printed lines are treated as errors: most are.
     """
     names = log_names(run_dir)
-    least = LEVELS.index(level) if level in LEVELS else 0
+    lowest = LEVELS.index(level) if level in LEVELS else 0
     limit = max(1, min(limit, MAX_LINES))
     budget = ReadBudget(max_bytes)
     wanted = search.casefold()
@@ -67,7 +67,7 @@ def read_page(
     reached = dict(ends)
     for _, _, raw, fields in heapq.merge(*logs, key=lambda item: item[0], reverse=True):
         reached[raw.process] = raw.position
-        if fields["rank_of_level"] >= least and (not wanted or wanted in _search_text(fields)):
+        if fields["rank_of_level"] >= lowest and (not wanted or wanted in _search_text(fields)):
             found.append({name: value for name, value in fields.items() if name != "rank_of_level"})
             if len(found) == limit:
                 break
@@ -80,7 +80,7 @@ def _backwards(path: Path, position: int, budget: ReadBudget) -> Iterator[tuple[
     newest = "~"  # after every time: for a log that ends with printed lines
     for raw in lines_before(path, position, budget):
         fields = parse(raw)
-        # Printed lines have no time, and clocks may be set back: the order must hold.
+        # Printed lines have no time, and clocks may be set back: keep the order of the file.
         newest = min(newest, fields["time"] or newest)
         yield newest, raw.position, raw, fields
 
@@ -93,7 +93,7 @@ def file_size(path: Path) -> int:
 def lines_before(path: Path, end: int, budget: ReadBudget) -> Iterator[LogLine]:
     try:
         with opened(path) as descriptor:
-            rest = b""  # the end of a line whose beginning is in the block before
+            rest = b""  # the end of a line that begins in the previous block
             found = False
             while end > 0 and budget.bytes_left > 0:
                 start = max(0, end - _BLOCK_BYTES)

@@ -26,9 +26,9 @@ FIELDS = (
     *("loss", "grad_norm", "tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s", "wait_s"),
     *("staleness", "sent_per_s", "received_per_s"),
 )
-SILENT_S = 8.0  # without a row, and at least so many of its usual pauses between rows
+SILENT_S = 8.0  # a rank is silent after this time without a row, and at least SILENT_PAUSES expected intervals
 SILENT_PAUSES = 4.0
-RATE_S = 5.0  # over which bytes per second are taken
+RATE_S = 5.0  # window of bytes per second
 MAX_SPANS = 50
 
 # The reason of a worker that exits cleanly: comm.elastic.transport.api.LEFT, whose module imports torch.
@@ -66,8 +66,8 @@ class RankRecord:
         return "server" if self.role == "server" else f"worker {self.rank}"
 
     def time_of(self, step: int, written: float) -> float:
-        """Return the time of a row. Where a clock was set back, later steps have earlier times and continue from the last row.
-        (An earlier step with an earlier time is only late.)"""
+        """Return the time of a row, corrected after the clock was set back: a later step must not have an earlier time.
+        (An earlier step with an earlier time only arrived late.)"""
         if self.last is not None:
             if written >= self.last["time"]:
                 self.set_back_s = 0.0
@@ -85,12 +85,13 @@ class RankRecord:
     def take(self, row: dict[str, Any], *, step: float | None, time: float, resumed: bool = False) -> dict[str, Any]:
         """Add a row to the curve. Return it with bytes per second and the time spent waiting.
 
-        `resumed`: the run was resumed since the last row. `step`: of the run; None: not known yet, the caller draws it later.
+        `resumed`: the run was resumed since the last row. `step`: the step of the run; None if not known yet: the caller adds
+        the row to the curve later.
         """
         late = self.last is not None and time < self.last["time"]
         if not late:
             self._count(row, time)
-            if self.last is not None and not (resumed or self._was_gone(self.last["time"], time)):
+            if self.last is not None and not (resumed or self._was_absent(self.last["time"], time)):
                 self.longest_pause_s = max(0.9 * self.longest_pause_s, time - self.last["time"])
             self.first = self.first or row
             self.last = row
@@ -113,23 +114,23 @@ class RankRecord:
         (t0, sent0, received0), (t1, sent1, received1) = self._recent[0], self._recent[-1]
         return ((sent1 - sent0) / (t1 - t0), (received1 - received0) / (t1 - t0)) if t1 > t0 else (0.0, 0.0)
 
-    def joined(self, time: float) -> None:
+    def mark_joined(self, time: float) -> None:
         self.member, self.reason = "joined", ""
         self.end_span(time)
         self.spans = [*self.spans[-MAX_SPANS + 1 :], [time, None]]
 
-    def gone(self, how: Literal["left", "lost", "evicted", "waiting"], time: float, reason: str) -> None:
+    def mark_absent(self, how: Literal["left", "lost", "evicted", "waiting"], time: float, reason: str) -> None:
         self.member, self.reason = how, reason[:MAX_TEXT]
         self.losses += how in ("lost", "evicted")
         self._recent.clear()
         self.end_span(time)
 
     @property
-    def gone_since(self) -> float | None:
-        """When its last participation ended."""
+    def absent_since(self) -> float | None:
+        """The time when its last participation ended."""
         return self.spans[-1][1] if self.spans else None
 
-    def _was_gone(self, since: float, until: float) -> bool:
+    def _was_absent(self, since: float, until: float) -> bool:
         return any(to is not None and since <= to <= until for _, to in self.spans)
 
     def end_span(self, time: float) -> None:
@@ -152,7 +153,7 @@ class RankRecord:
 
 
 def waiting_s(row: Mapping[str, Any]) -> float | None:
-    """Return the rest of a step beside computing and communicating: waiting for data, for others, for the next lease."""
+    """Return the time of a step that is neither compute nor communication: waiting for data, for others, for the next lease."""
     step_s, compute_s, comm_s = map(finite, map(row.get, ("step_time_s", "compute_s", "comm_s")))
     if step_s is None or compute_s is None or comm_s is None:
         return None
@@ -162,7 +163,7 @@ def waiting_s(row: Mapping[str, Any]) -> float | None:
 def state_of(
     record: RankRecord, *, status: str, age_s: float, log_interval: int = 1, alone: bool = False, named: bool = False
 ) -> RankState:
-    """Return the state of a rank, from the `status` of the run and the `age_s` of its last row, of which it writes one every
+    """Return the state of a rank, from the `status` of the run and the `age_s` of its last row. It writes a row every
     `log_interval` steps. `alone`: a server without workers. `named`: the error of the run names this rank."""
     if status == "finished":
         return "lost" if record.member == "lost" else "evicted" if record.member == "evicted" else "finished"

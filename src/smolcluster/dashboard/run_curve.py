@@ -1,4 +1,4 @@
-"""The curves of the whole run, from the rows of its ranks."""
+"""The curves of a run, from the rows of its ranks."""
 
 from __future__ import annotations
 
@@ -13,42 +13,44 @@ from smolcluster.dashboard.ranks import SILENT_PAUSES
 from smolcluster.observe.events import VAL_FIELDS
 from smolcluster.observe.run_state import BatchWeights, weighted_mean
 
-OPEN_STEPS = 64  # a step waits for the rows of all ranks, but for at most so many steps
-OPEN_S = 10.0  # and not for a rank that has been silent for so long, and for several of its pauses between rows
+OPEN_STEPS = 64  # maximum of steps that wait for rows of other ranks
+OPEN_S = 10.0  # a rank without a row for this time (and for SILENT_PAUSES of its intervals) is not waited for
 RECENT = 20
 
 RUN_FIELDS = ("loss", "tokens_per_s", "samples_per_s", "grad_norm", "lr", "staleness")
 WORKER_MEANS = ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness")
 WORKER_SUMS = ("sent_per_s", "received_per_s")
-MAX_METRICS = 16  # of a task's own
+MAX_METRICS = 16  # of a task
 METRIC_POINTS = 240
 
 
 class RunCurve:
     """The loss curve, by the rules of `observe.run_state.loss_curve`, row by row and in bounded memory.
 
-    It has the server's rows, or else the mean over the ranks of a step, weighted by samples. A step is drawn when every live
-    rank is beyond it.
+    It has the server's rows, or else the mean over the ranks of a step, weighted by samples. A step is added to the curve when
+    every live rank has passed it.
     """
 
     def __init__(self) -> None:
         self.curve = Curve(RUN_FIELDS)
         self.val = Curve(VAL_FIELDS)
-        self.metrics: dict[str, Curve] = {}  # of a task's own, by name
+        self.metrics: dict[str, Curve] = {}  # of the task, by name
         self.served = False
         self._weights = BatchWeights()
         self._open: dict[int, dict[int, tuple[dict[str, Any], float]]] = {}
         self._reached: dict[int, int] = {}  # by rank: its latest step
-        self._pauses: dict[int, float] = {}  # and the pause between its rows
+        self._pauses: dict[int, float] = {}  # by rank: the time between its rows
         self._latest: dict[int, dict[str, Any]] = {}
         self._closed = -1
-        self._began = math.inf  # time of the first row: how long ranks without one are waited for
-        self.last: dict[str, Any] = {}  # the latest step drawn
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)  # the latest steps: a point may stand for thousands
+        self._began = math.inf  # time of the first row: ranks without one are waited for from then on
+        self.last: dict[str, Any] = {}  # the latest step of the curve
+        self.recent: deque[dict[str, Any]] = deque(
+            maxlen=RECENT
+        )  # the latest steps: a point may be the mean of thousands
         self.last_val: dict[str, Any] = {}
 
     def add(self, row: dict[str, Any], *, num_workers: int | None, pause_s: float = 0.0) -> None:
-        """Add a row. `pause_s`: the longest pause between the latest rows of its rank."""
+        """Add a row. `pause_s`: the longest time between the latest rows of its rank."""
         step, rank, when = row["step"], row["rank"], row["time"]
         if any(name.startswith("val_") and value is not None for name, value in row.items()):  # NaN leaves a gap
             self.val.add(row, step=step, time=when)
@@ -68,7 +70,7 @@ class RunCurve:
         self._reached[rank], self._pauses[rank] = step, pause_s
         self._latest[rank] = row
         self._began = min(self._began, when)
-        self._close_what_is_complete(row, num_workers)
+        self._close_complete_steps(row, num_workers)
 
     def _add_metrics(self, row: dict[str, Any]) -> None:
         for field in task_metrics(row):
@@ -79,17 +81,17 @@ class RunCurve:
                 self.metrics[name].add(row, step=row["step"], time=row["time"])
 
     def flush(self) -> None:
-        """Draw the open steps: the run has ended."""
+        """Add the open steps to the curve: the run has ended."""
         for step in sorted(self._open):
             self._close(step)
 
-    def _close_what_is_complete(self, newest: dict[str, Any], num_workers: int | None) -> None:
+    def _close_complete_steps(self, newest: dict[str, Any], num_workers: int | None) -> None:
         alive = [self._reached[rank] for rank in self._alive(newest)]
         waited_s = newest["time"] - self._began
-        all_here = len(self._reached) >= (num_workers or 1) or not is_alive(
+        all_started = len(self._reached) >= (num_workers or 1) or not is_alive(
             waited_s, pause_s=self._pauses[newest["rank"]]
         )
-        complete = min(alive, default=-1) if all_here else -1
+        complete = min(alive, default=-1) if all_started else -1
         for step in sorted(self._open):
             if step <= complete or len(self._open) > OPEN_STEPS:
                 self._close(step)
@@ -100,14 +102,14 @@ class RunCurve:
         last = max((row for row, _ in rows.values()), key=lambda row: row["time"])
         running = {rank: self._latest[rank] for rank in self._alive(last)}
         running |= {rank: row for rank, (row, _) in rows.items()}
-        whole = last | {
+        combined = last | {
             "step": step,
             "loss": weighted_mean((_or_nan(row.get("loss")), weight) for row, weight in rows.values()),
             "tokens_per_s": sum(finite(row.get("tokens_per_s")) or 0.0 for row in running.values()),
             "samples_per_s": sum(finite(row.get("samples_per_s")) or 0.0 for row in running.values()),
             "staleness": statistics.fmean(finite(row.get("staleness")) or 0.0 for row, _ in rows.values()),
         }
-        self._draw(whole)
+        self._draw(combined)
 
     def _alive(self, newest: dict[str, Any]) -> list[int]:
         """Return the ranks that were alive when this row was written."""
@@ -125,16 +127,16 @@ class RunCurve:
 
 
 class WorkerMeans:
-    """The curve of the mean worker: how long its steps take, and the traffic of all workers."""
+    """The curve of step times, averaged over the workers, and of the traffic of all workers."""
 
     def __init__(self) -> None:
         self.curve = Curve(WORKER_MEANS + WORKER_SUMS)
-        self.latest: dict[str, float] = {}  # a point may stand for thousands of rows
+        self.latest: dict[str, float] = {}  # a point may be the mean of thousands of rows
         self._rows: dict[int, dict[str, Any]] = {}  # the latest by rank
         self._num_new = self._num_alive = 0
 
     def add(self, row: dict[str, Any], *, step: float, alive: Callable[[int], bool]) -> None:
-        """Add a row. A point is drawn when about all live workers have a new row."""
+        """Add a row. A point is added when about all live workers have a new row."""
         self._rows[row["rank"]] = row
         self._num_new += 1
         if self._num_new < self._num_alive:
@@ -152,12 +154,12 @@ class WorkerMeans:
 
 
 def task_metrics(row: dict[str, Any]) -> list[str]:
-    """Return the fields of an evaluation that are metrics of the task's own."""
+    """Return the fields of an evaluation that only this task has."""
     return sorted(name for name in row if name.startswith("val_") and name not in VAL_FIELDS)
 
 
 def is_alive(silence_s: float, *, pause_s: float) -> bool:
-    """Return whether a rank that has been silent for so long counts as alive, with such pauses between its rows."""
+    """Return whether a rank without a row for `silence_s` is considered alive, if `pause_s` is the time between its rows."""
     return silence_s < max(OPEN_S, SILENT_PAUSES * pause_s)
 
 

@@ -1,4 +1,4 @@
-"""Parsers for the files of a run directory. No file is trusted: what is not as expected is left out."""
+"""Parsers for the files of a run directory. No file is trusted: invalid contents are left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 
 from smolcluster.config.describe import hide_credentials
 from smolcluster.dashboard.downsample import finite, moment
-from smolcluster.dashboard.follow import lstat, read_whole
+from smolcluster.dashboard.follow import lstat, read_file
 from smolcluster.observe.jsonl import json_object
 
 MAX_LOGS = 256
@@ -28,11 +28,11 @@ _ADDRESS = re.compile(r"[a-z0-9+.-]{1,20}://[^\s\"',]+", re.IGNORECASE)
 def flat_config(raw: bytes) -> dict[str, str]:
     """Return `{"training.batch_size": "32", ...}` without secrets and passwords in addresses; empty for an invalid file."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:  # deep nesting takes the parser very long
+    if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:  # deep nesting makes the parser very slow
         return {}
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(raw, Loader=loader)):
-            return {}  # ours have none, and a few lines of them can stand for gigabytes
+            return {}  # smolcluster writes none, and a few lines of them can expand to gigabytes
         tree = yaml.load(raw, Loader=loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
@@ -80,10 +80,10 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
     if not folder.is_symlink():
         with contextlib.suppress(OSError):
             names = sorted(entry.name for entry in os.scandir(folder) if _is_checkpoint(entry))[-100:]
-    best = (read_whole(folder / "best", max_bytes=256) or b"").decode(errors="replace").strip()
+    best = (read_file(folder / "best", max_bytes=256) or b"").decode(errors="replace").strip()
     found = []
     for name in names:
-        manifest = json_object(read_whole(folder / name / "manifest.json", max_bytes=4 << 20) or b"")
+        manifest = json_object(read_file(folder / name / "manifest.json", max_bytes=4 << 20) or b"")
         if manifest is not None:
             stat = lstat(folder / name)
             saved = 0.0 if stat is None else stat.st_mtime
@@ -92,7 +92,7 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 
 def checkpoint_of(name: str, manifest: Mapping[str, Any], *, saved: float = 0.0) -> dict[str, Any]:
-    """Describe a checkpoint. `saved`: its time, where the manifest has none."""
+    """Describe a checkpoint. `saved`: its time, if the manifest has none."""
     files = manifest.get("files")
     sizes = [f.get("size") for f in files.values() if isinstance(f, dict)] if isinstance(files, dict) else []
     metrics, step = manifest.get("metrics"), int(name.rpartition("-")[2])
@@ -122,5 +122,5 @@ def parse_time(text: Any) -> float | None:
     return None
 
 
-def shortened(text: str) -> str:
+def truncated(text: str) -> str:
     return text if len(text) <= 300 else text[:299] + "…"

@@ -1,11 +1,11 @@
-"""Read a run from its directory alone: while it trains, after it has ended, and again from the start when it is resumed.
+"""Read a run from the files of its directory: while it trains, after it has ended, and again from the start when it is resumed.
 
     config.yaml      the configuration            history.jsonl    members that joined, left, were evicted (elastic plane)
-    metrics.jsonl    the rows of every rank       checkpoints/     what was saved
+    metrics.jsonl    the rows of every rank       checkpoints/     saved checkpoints
     summary.json     the outcome                  logs/            warnings and errors
 
-`poll` reads what is new and is cheap when nothing is. The state kept is of bounded size, however long the run is;
-`snapshot_stream` turns it into plain values. Nothing here writes, and invalid lines are skipped.
+`poll` reads new data and is cheap if there is none. The state has a bounded size, however long the run is; `snapshot_stream`
+turns it into plain values. Nothing is written, and invalid lines are skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.dashboard.downsample import finite, limit_for, moment
-from smolcluster.dashboard.follow import LineFollower, lstat, read_start, read_whole
+from smolcluster.dashboard.follow import LineFollower, lstat, read_file, read_start
 from smolcluster.dashboard.ranks import LEFT_REASON, RankRecord
 from smolcluster.dashboard.run_curve import RunCurve, WorkerMeans, is_alive
 from smolcluster.dashboard.run_files import (
@@ -32,7 +32,7 @@ from smolcluster.dashboard.run_files import (
     parse_count,
     parse_time,
     process_of_log,
-    shortened,
+    truncated,
 )
 from smolcluster.dashboard.step_times import StepTimes
 from smolcluster.observe.jsonl import json_object
@@ -40,10 +40,10 @@ from smolcluster.observe.run_state import counts_own_steps
 
 MAX_RANKS = 1024
 MAX_EVENTS = 400
-MAX_WAITING = 1000  # rows of workers that wait for a row of the server
+MAX_WAITING = 1000  # rows of workers waiting for a row of the server
 LOG_TAIL_BYTES = 256 << 10  # of a log, searched for warnings when a run is opened
-QUIET_S = 30.0  # without a write and without a summary, the run is not training
-COPIED_S = 60.0  # between the end of a run and the time of its summary: files of a copy have the time of the copy
+QUIET_S = 30.0  # after this time without a write, a run without a summary is silent
+COPIED_S = 60.0  # a summary file newer than the end of the run by more was copied
 SAME_DEATH_S = 30.0  # between the server's and the launcher's record of one death
 ROSTER = b'"logger": "smolcluster.comm.elastic.membership.roster"'
 _DIED = re.compile(r"(?P<who>worker (?P<rank>\d{1,4})|the server) died \((?P<how>[^()]{1,200})\)")
@@ -61,14 +61,14 @@ class RunEvent:
 
 
 class RunReader:
-    """Reads one run. `now` is the clock of this machine. `last_bytes`: read only so much of the end of long files, which is
+    """Reads one run. `now` is the clock of this machine. `last_bytes`: of long files read only this much of the end, which is
     enough for the state of the run."""
 
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time, last_bytes: int | None = None) -> None:
         self.path, self.now, self._last_bytes = path, now, last_bytes
         self.host = socket.gethostname()
         self.local_facts: dict[str, Any] = {}  # of this machine, for rows that have none
-        self.beginnings = 0  # how often the run was read from its start
+        self.beginnings = 0  # how many times the run was read from its start
         self._begin()
 
     def _begin(self) -> None:
@@ -83,7 +83,7 @@ class RunReader:
         self.last_row_time: float | None = None
         self._recorded: float | None = None  # the latest row of the rank that writes the summary, by its clock
         self._elapsed = 0.0  # seconds since the first row; clocks of two machines are never compared
-        self.behind = False  # there is more to read than one poll took
+        self.has_more = False  # there is more to read than one poll took
         self.beginnings += 1
         self.first_time: float | None = None
         self._step_times = StepTimes()
@@ -100,7 +100,7 @@ class RunReader:
     # Reading
 
     def poll(self) -> bool:
-        """Read what is new. Return True if there was anything."""
+        """Read new data. Return True if there was any."""
         history, metrics = self._history.poll(), self._metrics.poll()
         if history.restarted or metrics.restarted:  # the run went back to an earlier step
             self._begin()
@@ -113,26 +113,26 @@ class RunReader:
         for line in metrics.lines:
             self._take_row(line)
         found |= self._read_checkpoints() | self._read_summary()
-        self.behind = history.more or metrics.more
-        if not self.behind and self.status() not in ("starting", "training", "silent"):
+        self.has_more = history.more or metrics.more
+        if not self.has_more and self.status() not in ("starting", "training", "silent"):
             self._draw_waiting(until=math.inf if self._step_times.known else -math.inf)
             self.run_curve.flush()
         return bool(found or history.lines or metrics.lines)
 
     def poll_to_the_end(self) -> None:
         self.poll()
-        while self.behind:
+        while self.has_more:
             self.poll()
 
     def _read_first_time(self) -> None:
         for follower in (self._history, self._metrics):
             row = json_object(read_start(follower.path).partition(b"\n")[0]) or {}
             when = moment(row.get("time"))
-            if when is not None:  # the history first: it has the clock of the run, rows have those of workers
+            if when is not None:  # the history first: it has the server's clock, rows have the workers' clocks
                 self.first_time = when
                 return
 
-    # Files that are written as a whole
+    # Files that are replaced, not appended to
 
     def _changed(self, name: str) -> bool:
         """Return True if this file or folder differs from the last call."""
@@ -145,20 +145,20 @@ class RunReader:
     def _read_config(self) -> bool:
         if not self._changed("config.yaml"):
             return False
-        raw = read_whole(self.path / "config.yaml", max_bytes=1 << 20)
+        raw = read_file(self.path / "config.yaml", max_bytes=1 << 20)
         self.config = flat_config(raw or b"")
         return True
 
     def _read_summary(self) -> bool:
         if not self._changed("summary.json"):
             return False
-        raw = read_whole(self.path / "summary.json", max_bytes=1 << 20)
+        raw = read_file(self.path / "summary.json", max_bytes=1 << 20)
         before, self.summary = self.summary, json_object(raw or b"") or {}
         if self.summary and self.summary != before and self.ended:  # the same summary may be written again
             status, error = str(self.summary.get("status", "")), str(self.summary.get("error", ""))
             text = f"{status}: {error}" if error else status
             when = moment(self.summary.get("finished")) or self.now()
-            self._add_event(RunEvent(time=when, kind="error" if status == "failed" else "end", text=shortened(text)))
+            self._add_event(RunEvent(time=when, kind="error" if status == "failed" else "end", text=truncated(text)))
         return True
 
     def _read_checkpoints(self) -> bool:
@@ -207,8 +207,8 @@ class RunReader:
         self.run_curve.add(row, num_workers=self.num_workers, pause_s=record.longest_pause_s)
 
     def _draw_waiting(self, *, until: float) -> None:
-        """Draw the rows of workers that count steps of their own up to the time `until`, once the server's rows give the step
-        of the run. At most MAX_WAITING rows wait: clocks may differ."""
+        """Add to the curves the rows, up to the time `until`, of workers with local step counts, once the server's rows give
+        the step of the run. At most MAX_WAITING rows wait: clocks may differ."""
         waiting, self._waiting = self._waiting, deque()
         too_many = len(waiting) - MAX_WAITING
         for index, (record, row) in enumerate(waiting):
@@ -238,7 +238,7 @@ class RunReader:
         elif loss is not None and rank not in self._diverged:
             self._diverged.add(rank)
             name = self.ranks[rank].name
-            text = shortened(f"the loss of {name} is {loss} at step {row['step']}")
+            text = truncated(f"the loss of {name} is {loss} at step {row['step']}")
             self._add_event(RunEvent(time=row["time"], kind="warning", text=text, rank=rank, step=row["step"]))
 
     def _rank(self, rank: int) -> RankRecord | None:
@@ -262,13 +262,13 @@ class RunReader:
         self.first_time = min(when, self.first_time or when)
         if fields.get("kind") == "begin":
             self._servers += 1
-            again = self._servers > 1
+            restarted = self._servers > 1
             step = finite(fields.get("next_step"))
-            text = f"the server is back, at step {int(step or 1) - 1}" if again else "the server began"
-            self._add_event(RunEvent(time=when, kind="begin", text=shortened(text)))
+            text = f"the server is back, at step {int(step or 1) - 1}" if restarted else "the server began"
+            self._add_event(RunEvent(time=when, kind="begin", text=truncated(text)))
             for record in self.ranks.values():
                 if record.member == "joined":
-                    record.gone("waiting", when, "the server is back")
+                    record.mark_absent("waiting", when, "the server is back")
         elif fields.get("kind") == "member":
             rank = fields.get("rank")
             known = self._rank(rank) if isinstance(rank, int) and not isinstance(rank, bool) else None
@@ -278,28 +278,28 @@ class RunReader:
     def _take_member(self, record: RankRecord, event: str, when: float, reason: str) -> None:
         match event:
             case "joined":
-                since = record.gone_since
+                since = record.absent_since
                 killed = f"; {record.reason}" if record.reason.startswith("killed") else ""
-                again = f"{record.name} is back" + ("" if since is None else f" after {when - since:.0f} s{killed}")
-                text = again if record.spans else f"{record.name} joined"
-                record.joined(when)
+                rejoined = f"{record.name} is back" + ("" if since is None else f" after {when - since:.0f} s{killed}")
+                text = rejoined if record.spans else f"{record.name} joined"
+                record.mark_joined(when)
                 kind = "join"
             case "left" if reason == LEFT_REASON:
-                record.gone("left", when, reason)
+                record.mark_absent("left", when, reason)
                 kind, text = "leave", f"{record.name} has left"
             case "left":
                 died, how = self._deaths.get(record.rank, (-math.inf, ""))
-                record.gone("lost", when, how if abs(when - died) < SAME_DEATH_S else reason)
+                record.mark_absent("lost", when, how if abs(when - died) < SAME_DEATH_S else reason)
                 kind, text = "lost", f"{record.name} is gone: {reason}"
             case "evicted":
-                record.gone("evicted", when, reason)
+                record.mark_absent("evicted", when, reason)
                 kind, text = "evict", f"{record.name} was evicted: {reason}"
             case "paused":
-                record.gone("waiting", when, reason)
+                record.mark_absent("waiting", when, reason)
                 kind, text = "warning", f"{record.name} is paused: {reason}"
             case _:
                 kind, text = "warning", f"{record.name} {event}: {reason}"
-        self._add_event(RunEvent(time=when, kind=kind, text=shortened(text), rank=record.rank))
+        self._add_event(RunEvent(time=when, kind=kind, text=truncated(text), rank=record.rank))
 
     # Logs: warnings and errors
 
@@ -314,9 +314,9 @@ class RunReader:
                         self._named_in_logs[rank] = (role, host)
         found = False
         for name, follower in self._logs.items():
-            news = follower.poll()
-            found |= bool(news.lines)
-            for line in news.lines:
+            result = follower.poll()
+            found |= bool(result.lines)
+            for line in result.lines:
                 self._take_log_line(name, line)
         return found
 
@@ -324,27 +324,27 @@ class RunReader:
         if name.startswith("launcher-"):
             self._take_launcher_line(line)
             return
-        trouble = b'"level": "INFO"' not in line and b'"level": "DEBUG"' not in line
-        changed = b" is gone: " in line or b" is paused: " in line
-        if trouble and changed and ROSTER in line and self._history.modified:
-            return  # the history has it too
+        is_problem = b'"level": "INFO"' not in line and b'"level": "DEBUG"' not in line
+        is_membership = b" is gone: " in line or b" is paused: " in line
+        if is_problem and is_membership and ROSTER in line and self._history.modified:
+            return  # also in the history
         starts = b"starts as process" in line
-        if not (trouble or starts):
+        if not (is_problem or starts):
             return
         fields = json_object(line)
         if fields is None or "message" not in fields:
             return
         when, rank = parse_time(fields.get("time")) or self.now(), fields.get("rank")
         rank = rank if isinstance(rank, int) and fields.get("role") != "server" else None
-        if trouble:
+        if is_problem:
             kind = "warning" if fields.get("level") == "WARNING" else "error"
             who = "" if rank is None else f"worker {rank}: "
-            self._add_event(RunEvent(time=when, kind=kind, text=shortened(who + str(fields["message"])), rank=rank))
+            self._add_event(RunEvent(time=when, kind=kind, text=truncated(who + str(fields["message"])), rank=rank))
         elif not self._history.modified and isinstance(fields.get("rank"), int):
             self._add_event(RunEvent(time=when, kind="join", text=f"worker {fields['rank']} started", rank=rank))
 
     def _take_launcher_line(self, line: bytes) -> None:
-        """Take how a process died: its peers only see a broken connection."""
+        """Record the cause of a process's death: its peers only see a broken connection."""
         fields = json_object(line) or {}
         died = _DIED.match(str(fields.get("message", "")))
         if died is None:
@@ -357,10 +357,10 @@ class RunReader:
             record = self.ranks.get(rank)
             if record is not None and record.member == "lost":
                 record.reason = how[:MAX_TEXT]
-        self._add_event(RunEvent(time=when, kind="lost", text=shortened(f"{died['who']}: {how}"), rank=rank))
+        self._add_event(RunEvent(time=when, kind="lost", text=truncated(f"{died['who']}: {how}"), rank=rank))
 
     def events_by_time(self) -> list[RunEvent]:
-        """Return all events. Checkpoints are events while they are kept: removed ones leave no record."""
+        """Return all events. A checkpoint is an event until it is removed."""
         saved = [RunEvent(time=c["time"], kind="checkpoint", text=c["text"], step=c["step"]) for c in self.checkpoints]
         return sorted([*self.events, *saved], key=lambda event: event.time)
 
@@ -389,7 +389,7 @@ class RunReader:
 
     @property
     def started(self) -> float | None:
-        """When the configuration was written: data is loaded before the first row. Of a resumed run, the first row."""
+        """The time when the configuration was written: data is loaded before the first row. Of a resumed run, the first row."""
         config = self._stamps.get("config.yaml")
         if self.first_time is None or config is None:
             return self.first_time
@@ -397,7 +397,7 @@ class RunReader:
 
     @property
     def ended(self) -> bool:
-        """True if there is a summary of this attempt: a resumed run has that of the attempt before."""
+        """True if the summary is of this attempt: a resumed run has the summary of the previous attempt."""
         if not self.summary:
             return False
         summary, config = self._stamps.get("summary.json"), self._stamps.get("config.yaml")
@@ -409,7 +409,7 @@ class RunReader:
 
     @property
     def finished(self) -> float | None:
-        """When the run ended."""
+        """The time when the run ended."""
         return moment(self.summary.get("finished")) if self.ended else None
 
     def status(self) -> str:
@@ -437,7 +437,7 @@ class RunReader:
         return self.now() - self._metrics.modified + self._elapsed - record.last_row_at
 
     def all_ranks(self) -> list[RankRecord]:
-        """Return all ranks, also those that are only expected: workers in order, then the server."""
+        """Return all ranks, including expected ones without a row: workers in order, then the server."""
         named = dict(self._named_in_logs)
         for rank in range(min(self.num_workers or 0, MAX_RANKS)):
             named.setdefault(rank, ("worker", ""))
@@ -452,5 +452,5 @@ class RunReader:
         return sorted(self.ranks.values(), key=lambda record: (record.role == "server", record.rank))
 
     def log_bytes(self) -> int:
-        """Return the size of all logs: when it changes, there are new lines."""
+        """Return the total size of all logs: it changes with every new line."""
         return sum(filter(None, (follower.size for follower in self._logs.values())))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.dashboard.downsample import finite
-from smolcluster.dashboard.follow import lstat, read_whole
+from smolcluster.dashboard.follow import lstat, read_file
 from smolcluster.dashboard.logs import ReadBudget, file_size, lines_before
 from smolcluster.dashboard.run_files import flat_config, parse_count
 from smolcluster.dashboard.run_reader import QUIET_S, RunReader
@@ -23,7 +23,7 @@ MAX_RUNS = 200
 MAX_COMPARED = 8
 MAX_LIVE = 16  # newest runs without a summary that are read for the list
 LAST_BYTES = 512 << 10
-WITHIN_S = 0.25  # no further one is opened after so long: a viewer waits for the list
+OPEN_BUDGET_S = 0.25  # no further run is opened after this time: a viewer waits for the list
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")
 _TAIL_BYTES = 16 << 10
 
@@ -33,8 +33,8 @@ class NoSuchRun(Exception):
 
 
 class RunFolder:
-    """The descriptions of ended runs are cached until one of their files changes. Of a live run the last part is read by a
-    `RunReader`, so that list and page agree."""
+    """Lists and finds runs. Descriptions of ended runs are cached until one of their files changes. A live run is read from
+    its end by a `RunReader`, so that list and page agree."""
 
     def __init__(self, folder: Path, *, now: Callable[[], float] = time.time) -> None:
         self.folder, self._now = folder.resolve(), now
@@ -78,7 +78,7 @@ class RunFolder:
         for line in live:
             name, quiet_s = line["name"], self._now() - line["changed"]
             stream = known.get(name)
-            if stream is None and len(self._streams) < MAX_LIVE and time.monotonic() - began < WITHIN_S:
+            if stream is None and len(self._streams) < MAX_LIVE and time.monotonic() - began < OPEN_BUDGET_S:
                 stream = SnapshotStream(RunReader(self.folder / name, now=self._now, last_bytes=LAST_BYTES))
             if stream is not None:
                 self._streams[name] = stream
@@ -110,7 +110,7 @@ def holds_a_run(path: Path) -> bool:
 
 def describe(path: Path, stamps: Sequence[float | None]) -> dict[str, Any]:
     """Describe a run from its summary; without one, from its configuration and its last row."""
-    raw = read_whole(path / "summary.json", max_bytes=1 << 20)
+    raw = read_file(path / "summary.json", max_bytes=1 << 20)
     summary = json_object(raw or b"")
     resumed = bool(stamps[0] and stamps[2] and max(stamps[0], stamps[1] or 0.0) > stamps[2] + 2.0)
     ended = bool(summary and not resumed)
@@ -119,7 +119,7 @@ def describe(path: Path, stamps: Sequence[float | None]) -> dict[str, Any]:
         known: dict[str, Any] = {name: finite(summary.get(name)) for name in names}
         known |= {"status": str(summary.get("status", ""))[:40], "strategy": str(summary.get("strategy", ""))[:40]}
     else:
-        config = flat_config(read_whole(path / "config.yaml", max_bytes=1 << 20) or b"")
+        config = flat_config(read_file(path / "config.yaml", max_bytes=1 << 20) or b"")
         row = last_row(path / "metrics.jsonl")
         known = {
             "strategy": config.get("strategy.name", ""),
@@ -157,15 +157,15 @@ def compare(snapshots: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the curves and numbers of several runs, and the configuration keys in which they differ."""
     runs = {
         name: {
-            "status": whole["status"],
-            "strategy": whole["strategy"],
-            "num_workers": sum(row["role"] != "server" for row in whole["machines"]),
-            "numbers": whole["numbers"],
-            "curves": {key: whole["curves"][key] for key in ("joined", "val")},
+            "status": snapshot["status"],
+            "strategy": snapshot["strategy"],
+            "num_workers": sum(row["role"] != "server" for row in snapshot["machines"]),
+            "numbers": snapshot["numbers"],
+            "curves": {key: snapshot["curves"][key] for key in ("joined", "val")},
         }
-        for name, whole in snapshots.items()
+        for name, snapshot in snapshots.items()
     }
-    return {"runs": runs, "differences": differences({name: whole["config"] for name, whole in snapshots.items()})}
+    return {"runs": runs, "differences": differences({name: one["config"] for name, one in snapshots.items()})}
 
 
 def differences(configs: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""The dashboard's HTTP server: one port, here (`serve`) or in a process of its own beside a run (`start_in_background`).
+"""The dashboard's HTTP server: in this process (`serve`), or in a child process of a run (`start_in_background`).
 
-Loopback by default. On other addresses a token is required; the printed URL has it behind the #, which browsers do not send.
+Loopback by default. On other addresses a token is required; the printed URL has it after the #, which browsers do not send.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from smolcluster.web.guard import choose_token
 from smolcluster.web.server import url_of
 
 PORT = 8265
-PORTS_TRIED = 10  # from PORT on, where no port was given
-REQUEST_S = 10.0  # idle connections are closed after so long
+PORTS_TRIED = 10  # from PORT on, if no port was given
+REQUEST_S = 10.0  # idle connections are closed after this time
 MAX_CONNECTIONS = 512
 READY_S = 30.0
 LEAVE_S = 5.0  # to send viewers the last changes
@@ -39,7 +39,7 @@ _NICE = 10  # training comes first
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardConfig:
-    """What the dashboard serves, and where. `port` None: the default, or one of the next few."""
+    """The runs and the address of the dashboard. `port` None: the default, or one of the next few."""
 
     folder: Path  # of runs
     run: str | None = None  # shown first; None: the newest
@@ -56,13 +56,13 @@ def choose(run_dir: Path | None, runs: Path) -> tuple[Path, str | None]:
     """Return the folder of runs and the run for an argument that is a run, a folder of runs, or None (the newest in `runs`)."""
     if run_dir is None:
         return runs, None
-    whole = run_dir.resolve()
-    if whole.is_file():
+    path = run_dir.resolve()
+    if path.is_file():
         raise UserError(f"{run_dir} is a file; name a run directory such as runs/my-run")
-    holds_runs = whole.is_dir() and not any((whole / n).exists() for n in ("config.yaml", "metrics.jsonl", "logs"))
-    if holds_runs and RunFolder(whole).newest() is not None:
-        return whole, None
-    return whole.parent, whole.name
+    holds_runs = path.is_dir() and not any((path / n).exists() for n in ("config.yaml", "metrics.jsonl", "logs"))
+    if holds_runs and RunFolder(path).newest() is not None:
+        return path, None
+    return path.parent, path.name
 
 
 # Serving
@@ -74,7 +74,7 @@ def listen(bind: str, port: int | None) -> socket.socket:
 
 
 def serve(config: DashboardConfig, *, ready: Callable[[str], None], until: threading.Event | None = None) -> None:
-    """Serve until Ctrl-C, or until `until` is set. `ready` gets the address when it can be opened."""
+    """Serve until Ctrl-C, or until `until` is set. `ready` is called with the URL when the server accepts connections."""
     with needed():
         import uvicorn  # noqa: F401
 
@@ -86,7 +86,7 @@ def serve(config: DashboardConfig, *, ready: Callable[[str], None], until: threa
             make_app(hub, token=config.token, allow_hosts=names, run=config.run),
             listener,
             ready=lambda: ready(url_of(listener, config.token)),
-            closing=hub.close,  # viewers get the last changes, and leave
+            closing=hub.close,  # viewers get the last changes
             until=until,
             limits=HttpLimits(request_s=REQUEST_S, max_connections=MAX_CONNECTIONS),
         )
@@ -100,7 +100,7 @@ def lower_priority() -> None:
             os.nice(_NICE - os.nice(0))
 
 
-# Beside a run
+# In a child process of a run
 
 _background: list[subprocess.Popen[bytes]] = []
 
@@ -108,7 +108,7 @@ _background: list[subprocess.Popen[bytes]] = []
 def start_in_background(folder: Path, run_dir: Path, port: int | None = None) -> str:
     """Serve the runs of `folder` from a child process, with `run_dir` shown first. Returns its address.
 
-    The child has a low priority and ends with this process, also when that is killed.
+    The child has a low priority and ends with this process, even if this process is killed.
     """
     with needed():
         import starlette  # noqa: F401 - missing packages are reported here, not by the child
@@ -136,14 +136,14 @@ def start_in_background(folder: Path, run_dir: Path, port: int | None = None) ->
     finally:
         timer.cancel()
     try:
-        answer = json.loads(line)
+        response = json.loads(line)
     except ValueError:
         raise SmolclusterError(
             f"the dashboard did not start: its process exited with status {process.wait()}"
         ) from None
-    if "error" in answer:
-        raise UserError(answer["error"])
-    return str(answer["url"])
+    if "error" in response:
+        raise UserError(response["error"])
+    return str(response["url"])
 
 
 def _end_background() -> None:

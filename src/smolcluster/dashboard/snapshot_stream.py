@@ -1,9 +1,9 @@
 """Turn the state of a reader into plain values for JSON: a snapshot, then changes.
 
-    snapshot    everything, of bounded size: what a viewer gets first
-    changes     the fields that differ, new events, and of each curve the points from the first changed one on
+    snapshot    the state, of bounded size: the first event of a viewer
+    changes     the changed fields, new events, and of each curve the points from the first changed one on
 
-A snapshot with all changes after it equals a later snapshot.
+A snapshot plus all later changes equals a later snapshot.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from smolcluster.dashboard.downsample import Curve, finite, moment, tidy
 from smolcluster.dashboard.links import links_of, shape_of
 from smolcluster.dashboard.ranks import RankRecord, state_of, waiting_s
 from smolcluster.dashboard.run_curve import MAX_METRICS, task_metrics
-from smolcluster.dashboard.run_files import MAX_TEXT, shortened
+from smolcluster.dashboard.run_files import MAX_TEXT, truncated
 from smolcluster.dashboard.run_reader import RunEvent, RunReader
 from smolcluster.observe.events import VAL_FIELDS
 from smolcluster.observe.run_state import counts_own_steps, remaining_s
 
 RATES_S = 5.0  # window of tokens per second
-_TAKING_PART = ("starting", "training", "silent", "finished", "stopped")
+_PARTICIPATING = ("starting", "training", "silent", "finished", "stopped")
 _ROW = ("loss", "step_time_s", "compute_s", "comm_s", "staleness", "tokens_per_s", "samples_per_s")
 
 Row = dict[str, Any]
@@ -52,7 +52,7 @@ class SnapshotStream:
         }
 
     def changes(self) -> Row | None:
-        """Return what differs from the last call, or None. The first time, and when the run is read again from its start:
+        """Return the changes since the last call, or None. The first time, and when the run is read again from its start:
         a snapshot, marked as `whole`."""
         run, state = self.run, self._state()
         if self._beginning != run.beginnings:
@@ -75,20 +75,20 @@ class SnapshotStream:
         return changed
 
     def _has_news(self, changed: Row) -> bool:
-        """Return False if only clocks have changed: the page has its own."""
+        """Return False if only times have changed: the page counts them itself."""
         if "numbers" not in changed:
             return True
         before: Row = self._sent.get("numbers", {})
         return any(before.get(k) != v for k, v in changed["numbers"].items() if k not in ("elapsed_s", "eta_s"))
 
     def _state(self) -> Row:
-        """Return everything but curves and events. A field that changes is sent whole."""
+        """Return everything but curves and events. A field that changes is sent completely."""
         run = self.run
         machines = self.machines()
         shape, links = self.links(machines)
         return {
             "status": run.status(),
-            "error": shortened(str(run.summary.get("error", ""))) if run.ended else "",
+            "error": truncated(str(run.summary.get("error", ""))) if run.ended else "",
             "strategy": run.strategy,
             "numbers": self.numbers(machines),
             "machines": machines,
@@ -98,7 +98,7 @@ class SnapshotStream:
             "config": run.config,
             "summary": plain_summary(run.summary) if run.ended else {},
             "log_bytes": run.log_bytes(),
-            "reading": run.behind,
+            "reading": run.has_more,
         }
 
     def _curves(self) -> Iterator[tuple[str, Curve]]:
@@ -139,7 +139,7 @@ class SnapshotStream:
         local = self.run.local_facts if record.host and record.host == self.run.host else {}
         facts = record.facts or local
         device = self.run.config.get("training.device", "null")
-        over = self.run.finished  # ends the open span
+        finished = self.run.finished  # ends the open span
         return {
             "rank": record.rank,
             "role": record.role,
@@ -160,7 +160,7 @@ class SnapshotStream:
             "received_per_s": round(count.received_per_s) if moving else 0,
             "losses": record.losses,
             "last_seen": _rounded(last.get("time")),
-            "spans": [[_rounded(start), _rounded(end if end is not None else over)] for start, end in record.spans],
+            "spans": [[_rounded(start), _rounded(end if end is not None else finished)] for start, end in record.spans],
         }
 
     def links(self, machines: list[Row]) -> tuple[str, list[Row]]:
@@ -169,8 +169,8 @@ class SnapshotStream:
         server = next((row["rank"] for row in machines if row["role"] == "server"), None)
         workers = [row["rank"] for row in machines if row["role"] != "server"]
         shape = shape_of(run.strategy, served=server is not None, num_workers=len(workers))
-        if shape != "star":  # a ring closes without lost members
-            workers = [r["rank"] for r in machines if r["role"] != "server" and r["state"] in _TAKING_PART]
+        if shape != "star":  # a ring is formed without lost members
+            workers = [r["rank"] for r in machines if r["role"] != "server" and r["state"] in _PARTICIPATING]
         moving = {row["rank"] for row in machines if row["state"] == "training"}
         counts = {rank: record.count() for rank, record in run.ranks.items()}
         rows = []
@@ -199,7 +199,7 @@ class SnapshotStream:
             **{name: tidy(split.get(name)) for name in ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness")},
             "stale_rejected": sum(row["stale_rejected"] for row in counted),
             "skipped": max((row["skipped"] for row in counted), default=0),  # all ranks skip the same steps
-            "bytes_per_s": sum(row["sent_per_s"] for row in machines),  # what one sends, another receives
+            "bytes_per_s": sum(row["sent_per_s"] for row in machines),  # received bytes are the same bytes
             "bytes": self._bytes(machines),
             "started": _rounded(run.first_time),
             "elapsed_s": self._elapsed_s(),
@@ -207,13 +207,13 @@ class SnapshotStream:
         }
 
     def _bytes(self, machines: list[Row]) -> int:
-        """Return the bytes sent. The summary includes those after the last rows, the rows those before a restart."""
+        """Return the bytes sent. The summary includes bytes after the last rows; the rows include bytes before a restart."""
         counted = (finite(self.run.summary.get("bytes_sent")) if self.run.ended else None) or 0.0
         sent: int = sum(row["sent"] for row in machines)
         return max(round(counted), sent)
 
     def _elapsed_s(self) -> float | None:
-        """Return the duration of the run; once it has ended, that of its summary, which console and list show too."""
+        """Return the duration of the run; once it has ended, the one in its summary, which console and list show too."""
         run = self.run
         if run.ended and (wall_s := finite(run.summary.get("wall_s"))) is not None:
             return round(max(0.0, wall_s), 1)
@@ -224,7 +224,7 @@ class SnapshotStream:
         return None if run.started is None or end is None else round(max(0.0, end - run.started), 1)
 
     def _rates(self) -> dict[str, float | None]:
-        """Return tokens and samples per second of the last few rows; of the whole run once it has ended."""
+        """Return tokens and samples per second of the last few rows; once the run has ended, its mean rates."""
         names, recent = ("tokens_per_s", "samples_per_s"), self.run.run_curve.recent
         if self.run.ended:
             return {name: finite(self.run.summary.get(name)) for name in names}
@@ -252,14 +252,14 @@ def is_named(record: RankRecord, error: str) -> bool:
 
 
 def plain_summary(summary: Mapping[str, Any]) -> Row:
-    """Return the summary with numbers as they are and all else as short text."""
+    """Return the summary with numbers unchanged and other values as short text."""
     return {str(name)[:MAX_TEXT]: _plain(value) for name, value in list(summary.items())[:100]}
 
 
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool) or (isinstance(value, int | float) and finite(value) is not None):
         return value
-    return shortened(value if isinstance(value, str) else json.dumps(value, default=str))
+    return truncated(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def _plain_curve(curve: Curve, start: int) -> Row:
@@ -276,5 +276,5 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _extra(row: Row) -> dict[str, float | None]:
-    """Return the metrics of an evaluation that are the task's own, by name."""
+    """Return the metrics of an evaluation that only this task has, by name."""
     return {name.removeprefix("val_"): finite(row[name]) for name in task_metrics(row)[:MAX_METRICS]}

@@ -1,12 +1,12 @@
-"""Map times to steps of the run, for rows of workers that count steps of their own.
+"""Map times to steps of the run, for rows of workers with local step counts.
 
-The server's rows give the time of each step. A row that waits for its evaluation is written after those of later steps, so
-rows are kept sorted by time. The step of a worker's row is interpolated between two of them, or extrapolated from the last two.
+The server's rows give the time of each step. A row with an evaluation may be written after rows of later steps, so rows are
+kept sorted by time. The step of a worker's row is interpolated between two of them, or extrapolated from the last two.
 
     server      50 ----- 55 ----- 60
     worker            ^ 53           ^ 62
 
-The steps of one worker never go back, unless the server does.
+The steps of one worker never decrease, unless the server resumes from an earlier step.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class StepTimes:
         step = self._between(time)
         if last is not None:
             step = min(step, float(last))
-        before, least = self._drawn.get(rank, (time, step))
-        if time >= before:
-            step = max(step, least)
+        last_time, last_step = self._drawn.get(rank, (time, step))
+        if time >= last_time:
+            step = max(step, last_step)
             self._drawn[rank] = (time, step)
         return step
 
@@ -52,7 +52,7 @@ class StepTimes:
         index = bisect.bisect(times, time)
         if index == 0 or len(times) == 1:
             return float(steps[0])
-        # Beyond the last row: at most to where the next one is expected.
+        # After the last row: extrapolate at most to the next expected one.
         first = min(index, len(times) - 1) - 1
         (t0, t1), (s0, s1) = times[first : first + 2], steps[first : first + 2]
         share = (time - t0) / (t1 - t0) if t1 > t0 else 1.0

@@ -1,4 +1,4 @@
-"""A run in the terminal, from the same snapshots as the page. `frame` renders one; `watch` updates it in place.
+"""Show a run in the terminal, from the snapshots that the page gets. `frame` renders one; `watch` updates it in place.
 
 live | edp | training | 4 workers + server
 step 290/3000 ━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 10%
@@ -41,7 +41,7 @@ _STYLES = {
     **dict.fromkeys(("lost", "evicted", "failed", "error", "evict"), "bold red"),
     **dict.fromkeys(("starting", "left", "stopped"), "dim"),
 }
-# Least important first: left out first on a narrow terminal.
+# Least important first: these are left out first on a narrow terminal.
 _BY_IMPORTANCE = (
     *("temp", "memory", "waiting", "comm", "compute", "device", "staleness", "traffic", "host", "step time", "loss"),
     *("step", "state", "machine"),
@@ -51,8 +51,8 @@ _TEXT_COLUMNS = ("machine", "state", "host", "device", "step time", "traffic", "
 
 
 def frame(snapshot: dict[str, Any], *, width: int, height: int, unicode: bool = True) -> Group:
-    """Render a snapshot in the given size. Curve and events get the room that the machines leave."""
-    machines = _machine_table(snapshot["machines"], width=width, most=max(1, height - 8))
+    """Render a snapshot in the given size. Curve and events get the lines that the machines do not need."""
+    machines = _machine_table(snapshot["machines"], width=width, max_rows=max(1, height - 8))
     events = snapshot["events"]
     room = height - 6 - len(snapshot["machines"])
     num_events = max(0, min(len(events), 6, room // 3))
@@ -97,7 +97,7 @@ def _progress(numbers: dict[str, Any], width: int, *, unicode: bool) -> list[Ren
 
 
 def _numbers(snapshot: dict[str, Any], width: int) -> str:
-    """Return as many numbers as fit, none of them cut."""
+    """Return the numbers that fit the width, most important first; none is truncated."""
     numbers, moving = snapshot["numbers"], snapshot["status"] == "training"
     parts: dict[str, str] = {}
     if numbers["loss"] is not None:
@@ -159,7 +159,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 _SHARES = {"compute": "compute_s", "comm": "comm_s", "waiting": "wait_s"}
 
 
-def _machine_table(machines: list[dict[str, Any]], *, width: int, most: int) -> Table:
+def _machine_table(machines: list[dict[str, Any]], *, width: int, max_rows: int) -> Table:
     rows = [_cells(row) for row in machines]
     columns = list(rows[0]) if rows else ["machine"]
     widths = {name: max([len(name), *(len(row[name]) for row in rows)]) + 2 for name in columns}
@@ -172,11 +172,11 @@ def _machine_table(machines: list[dict[str, Any]], *, width: int, most: int) -> 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=True)
-    for row, machine in list(zip(rows, machines, strict=True))[:most]:
+    for row, machine in list(zip(rows, machines, strict=True))[:max_rows]:
         style = _STYLES.get(machine["state"], "")
         table.add_row(*(Text(printable(row[name]), style=style if name == "state" else "") for name in columns))
-    if len(rows) > most:
-        table.add_row(Text(f"and {len(rows) - most} more", style="dim"))
+    if len(rows) > max_rows:
+        table.add_row(Text(f"and {len(rows) - max_rows} more", style="dim"))
     return table
 
 
@@ -202,7 +202,7 @@ def _line(text: str, style: str = "") -> Text:
 
 
 def print_once(reader: RunReader, console: Console) -> None:
-    reader.local_facts = describe_machine(ask_nvidia=True)
+    reader.local_facts = describe_machine(run_nvidia_smi=True)
     reader.poll_to_the_end()
     unicode = supports(console.file, "⣿●┤└─━╸") and not dumb_terminal()
     snapshot = SnapshotStream(reader).snapshot()
@@ -220,10 +220,10 @@ def watch(find: Callable[[], RunReader | None], console: Console) -> None:
                 live.update(Text("waiting for a run to begin ...", style="dim"), refresh=True)
             else:
                 if time.monotonic() - looked > LOCAL_FACTS_S:
-                    reader.local_facts, looked = describe_machine(ask_nvidia=True), time.monotonic()
+                    reader.local_facts, looked = describe_machine(run_nvidia_smi=True), time.monotonic()
                 reader.poll()
                 live.update(
                     frame(SnapshotStream(reader).snapshot(), width=console.width, height=console.height), refresh=True
                 )
-            if reader is None or not reader.behind:
+            if reader is None or not reader.has_more:
                 time.sleep(REFRESH_S)

@@ -1,13 +1,13 @@
 """Plain `nn.Module`s. They import nothing else of this package. torch is imported with the first model that is named.
 
-protocols.py      what a model offers to be pipelined, sharded, served
-registry.py       the architectures by name; a record of each (architecture.py) stands beside its config
+protocols.py      interfaces that a model implements to be pipelined, sharded, served
+registry.py       the architectures by name; architecture.py: the record of each, defined next to its config
 gpt.py            the decoder: GPT-2, Llama, Qwen2 and, with the shape of qwen3.py, Qwen3
                   gpt_config.py: its configuration; gpt_names.py: names in other formats; gpt_tensor.py: tensor parallel plan
 attention.py      attention and rotary positions
 parts.py          a range of layers; ragged.py: a batch of pieces of many sequences
 simple_nn.py      a two-layer classifier
-hugging_face.py, gguf.py    models in others' files
+hugging_face.py, gguf.py    models in files of other formats
 """
 
 import importlib

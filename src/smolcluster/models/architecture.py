@@ -13,12 +13,12 @@ Names = Mapping[str, tuple[str, ...]]  # our module -> theirs, in the order in w
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A Hugging Face architecture, and its mapping to ours."""
+    """A Hugging Face architecture, and its mapping to the names of this package."""
 
     architecture: str
     model_type: str
-    parts: Mapping[str, str] = field(default_factory=dict)  # of our config, where its class has several
-    biases: tuple[str, ...] = ()  # those it may have, as `hugging_face.py` names them; where its class has several
+    parts: Mapping[str, str] = field(default_factory=dict)  # of our config, if its class supports several
+    biases: tuple[str, ...] = ()  # supported ones, as named by `hugging_face.py`, if its class supports several
     grouped_heads: bool = True
     names: Names
     transposed: tuple[str, ...] = ()  # endings of our modules
@@ -26,7 +26,7 @@ class Family:
     defaults: Mapping[str, Any]  # of keys that config.json leaves out
     fields: Mapping[str, bool] = field(default_factory=dict)  # of our config, fixed in this architecture
     choices: Mapping[str, tuple[Any, ...]]  # supported values of keys that change the arithmetic; the first is written
-    no_weights: str  # regular expression of tensors that old files contain beside the weights
+    no_weights: str  # regular expression of tensors that old files contain in addition to the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class GGUFLayout:
 
     architecture: str
     names: Names
-    parts: Mapping[str, Any] = field(default_factory=dict)  # of our config, where its class has several
+    parts: Mapping[str, Any] = field(default_factory=dict)  # of our config, if its class supports several
     rotary: bool = True  # else a table of positions, and layer norms
     adjacent_pairs: bool = False  # rotary positions turn rows 2i and 2i + 1 of a head
 

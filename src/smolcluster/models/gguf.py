@@ -108,7 +108,7 @@ class GGUF:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if self.path.exists() and not self.path.is_file():  # opening a pipe would wait for its other end
+        if self.path.exists() and not self.path.is_file():  # opening a pipe would block until it has a writer
             raise ValueError(f"{self.path}: not a regular file")
         try:
             with self.path.open("rb") as file:
@@ -259,7 +259,7 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, Stored], in
             f"GGUF version {version} is not read here: only {' and '.join(map(str, VERSIONS))}, little-endian"
         )
     num_tensors, num_values = cursor.number("<Q", "the number of tensors"), cursor.number("<Q", "the number of values")
-    if 24 * num_tensors + 13 * num_values > cursor.end:  # the least that each takes
+    if 24 * num_tensors + 13 * num_values > cursor.end:  # the minimum size of each
         raise ValueError(
             f"cut off or damaged in its header: {num_tensors} tensors and {num_values} values do not fit {len(data)} bytes"
         )
@@ -363,7 +363,7 @@ def _config(
         if positions is None:
             raise ValueError("position_embd.weight is missing")
         _check_size("context_length", fields["max_seq_len"], positions.shape[0])
-    known = fields_of(architecture.config)  # what is fixed is checked with the names and shapes of the tensors
+    known = fields_of(architecture.config)  # fixed options are checked with the names and shapes of the tensors
     config = architecture.config(**{key: value for key, value in (fields | dict(layout.parts)).items() if key in known})
     given.check_plain(config, tensors)
     return config

@@ -374,7 +374,7 @@ class GPT(nn.Module):
 
 
 class GPTStage(GPT):
-    """A part of a GPT: tokens or activations in, activations or logits out. Names are those of the whole."""
+    """A part of a GPT: tokens or activations in, activations or logits out. Parameters are named as in the full model."""
 
     def __init__(self, whole: GPT, layers: range, *, first: bool, last: bool) -> None:
         nn.Module.__init__(self)

@@ -36,7 +36,7 @@ STYLES = {
 
 
 def fused(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the layers whose output concatenates several projections; each projection is sharded by itself."""
+    """Return the layers whose output concatenates several projections; each projection is sharded separately."""
     names = ("attention.qkv", "mlp.up") if config.activation == "swiglu" else ("attention.qkv",)
     return {f"blocks.*.{name}": tuple(config.cuts(f"{name}.weight")) for name in names}
 

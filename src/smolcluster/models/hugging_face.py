@@ -48,20 +48,20 @@ _LARGEST = 2**31  # of the numbers in a config.json
 _FRACTIONS, _FLAGS = ("dropout", "norm_eps", "rope_theta"), ("tie_head", "bias", "qkv_bias")
 
 
-# From ours to theirs
+# Export: smolcluster to Hugging Face
 
 
 def family_of(config: DecoderConfig) -> Family:
     """Return the architecture with these parts. Raises ValueError for a combination that no architecture has."""
     families = architecture_of(config).families
-    strange = {family.architecture: _strange(config, family) for family in families}
+    unsupported = {family.architecture: _unsupported_parts(config, family) for family in families}
     for family in families:
-        if not strange[family.architecture]:
+        if not unsupported[family.architecture]:
             return family
-    nearest = min(strange, key=lambda name: len(strange[name]))
+    nearest = min(unsupported, key=lambda name: len(unsupported[name]))
     raise ValueError(
         f"Hugging Face has no model with these parts together; the nearest is {nearest}, but for "
-        f"{', '.join(strange[nearest])}"
+        f"{', '.join(unsupported[nearest])}"
     )
 
 
@@ -73,7 +73,7 @@ def export_config(config: DecoderConfig, *, dtype: torch.dtype = torch.float32) 
         "model_type": family.model_type,
         **{key: getattr(config, name) for key, name in family.keys.items()},
         **{key: values[0] for key, values in family.choices.items()},
-        # The defaults of `transformers` are tokens of its own tokenizers, and would stop a text early.
+        # The defaults of `transformers` are token ids of other tokenizers, and would stop a text early.
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": type_name(dtype),
@@ -92,7 +92,7 @@ def export_weights(config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict
     return result
 
 
-def _strange(config: DecoderConfig, family: Family) -> list[str]:
+def _unsupported_parts(config: DecoderConfig, family: Family) -> list[str]:
     """Return the parts of a model that this architecture does not have."""
     found = [
         f"{part} {getattr(config, part)} (there: {theirs})"
@@ -102,7 +102,7 @@ def _strange(config: DecoderConfig, family: Family) -> list[str]:
     if family.biases and (biases := _biases(config)) not in family.biases:
         found.append(f"biases {biases} (there: {' or '.join(family.biases)})")
     if config.num_kv_heads != config.num_heads and not family.grouped_heads:
-        found.append(f"num_kv_heads {config.num_kv_heads} (there: as many as num_heads, {config.num_heads})")
+        found.append(f"num_kv_heads {config.num_kv_heads} (there: the same as num_heads, {config.num_heads})")
     return found
 
 
@@ -113,7 +113,7 @@ def _biases(config: DecoderConfig) -> str:
     return "on q, k, v" if on_qkv else "none"
 
 
-# From theirs to ours
+# Import: Hugging Face to smolcluster
 
 
 def import_config(theirs: Mapping[str, Any]) -> DecoderConfig:
@@ -148,8 +148,8 @@ def load(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     model = build(config)
     model.load_state_dict(weights)
     """
-    whole = Folder(folder)
-    return whole.config, whole.load(range(whole.config.num_layers), first=True, last=True)
+    model = Folder(folder)
+    return model.config, model.load(range(model.config.num_layers), first=True, last=True)
 
 
 class Folder:
@@ -224,7 +224,7 @@ class Folder:
             piece = read(their)
             check_values(their, piece)
             if self._twins and their == self._twins[0] and not torch.equal(piece, read(self._twins[1])):
-                raise ValueError(f"{CONFIG} says that the head is tied, but {self._twins[1]} differs from {their}")
+                raise ValueError(f"the head is tied according to {CONFIG}, but {self._twins[1]} differs from {their}")
             pieces.append(piece.t() if transposed else piece)
         return torch.cat(pieces)
 
@@ -281,13 +281,13 @@ def _value(theirs: Mapping[str, Any], key: str, name: str, defaults: Mapping[str
 
 
 def _check_file(path: Path) -> None:
-    """Reject what is not a regular file: reading a pipe could block forever."""
+    """Raise an error unless it is a regular file: reading a pipe could block forever."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: not a file")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file beside the weights. Raises ValueError with the file."""
+    """Read a JSON object from a file in the folder of the weights. Raises ValueError with the file."""
     _check_file(path)
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Parts of a model: some layers, the embedding before the first, the head behind the last, and the parameters of each.
+"""Parts of a model: some layers, the embedding before the first, the head after the last, and the parameters of each.
 
 part of the model       parameters, in every architecture
 some layers             blocks.N....
@@ -18,7 +18,7 @@ from smolcluster.models.architecture import Names
 from smolcluster.models.protocols import DecoderConfig
 
 Shape = tuple[int, ...]
-MAX_LAYERS = 4096  # no model has nearly as many
+MAX_LAYERS = 4096  # far more than any model has
 _CHUNK = 1 << 20  # weights checked at a time: all at once would be in memory three times
 
 
@@ -73,7 +73,7 @@ def check_depth(num_layers: int, num_tensors: int, *, where: str) -> None:
     if num_layers > num_tensors:
         raise ValueError(f"{where} says {num_layers} layers, but there are only {num_tensors} tensors")
     if num_layers > MAX_LAYERS:
-        raise ValueError(f"{where} says {num_layers} layers; at most {MAX_LAYERS} are read here")
+        raise ValueError(f"{where}: {num_layers} layers; at most {MAX_LAYERS} are supported")
 
 
 def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:

@@ -1,6 +1,6 @@
 """Protocols of models beyond `forward`. A model implements those that it supports; callers check with `isinstance`.
 
-    protocol           asked by                                          without it
+    protocol           used by                                           without it
     Pipelined          pipeline, mesh (pp), serving                      its forward is traced, or it is not split
     TensorSharded      tensor, mesh (tp)                                 refused
     SequenceSharded    mesh (cp)                                         refused
@@ -8,7 +8,7 @@
     CompiledByBlock    training.compile, for deep models                 compiled in one piece
     Generative         the sample at the end of a run                    no sample
     Ragged             serving                                           refused
-    WithOutputLayer    training.optimizer: muon                          its last linear layer is taken for the output layer
+    WithOutputLayer    training.optimizer: muon                          its last linear layer is treated as the output layer
 
 `DecoderConfig` is the configuration of a model of `registry.py`.
 """
@@ -32,7 +32,7 @@ class Pipelined(Protocol):
     def num_layers(self) -> int: ...
 
     def stage(self, layers: range, *, first: bool, last: bool) -> nn.Module:
-        """Return some of the layers, with what comes before them all (`first`) and behind them all (`last`).
+        """Return some of the layers, with the modules before (`first`) and after (`last`) all layers.
 
         A stage takes what the one before it returns. Parameters are shared with this model and keep their names.
         """
@@ -52,7 +52,7 @@ class TensorStyles(TypedDict):
 
     styles: Mapping[str, str]  # module -> style; `gpt_tensor.py` lists them
     fused: Mapping[str, Sequence[int]]  # module -> rows of each of the projections that it joins
-    must_divide: Mapping[str, int]  # what the number of ranks must divide, by the name users know it by
+    must_divide: Mapping[str, int]  # sizes that the number of ranks must divide, by the name in the configuration
 
 
 @runtime_checkable
@@ -73,7 +73,7 @@ class SequenceSharded(Protocol):
     """A model that can be trained on pieces of sequences."""
 
     def cut_sequence(self, piece: int, gather: Callable[[Tensor], Tensor]) -> None:
-        """Take the inputs of all later calls for equal pieces of sequences, of which this is the `piece`-th.
+        """Treat the inputs of all later calls as equal pieces of sequences, of which this is the `piece`-th.
 
         `gather` takes B x H x T x E of this piece, for any H, and returns those of all tokens up to the last of this piece.
         """
@@ -90,7 +90,7 @@ class Recomputable(Protocol):
 class CompiledByBlock(Protocol):
     """A deep model whose loss can be compiled by region: one block, used for all, and the head."""
 
-    by_region: bool  # True behind `compile_blocks`
+    by_region: bool  # True after `compile_blocks`
 
     @property
     def num_layers(self) -> int: ...
@@ -130,7 +130,7 @@ class CachedPiece(Protocol):
 
 @runtime_checkable
 class Ragged(Protocol):
-    """A stage of a decoder that runs tokens of many sequences at once, laid flat: N tokens of all pieces."""
+    """A stage of a decoder that runs tokens of many sequences at once, concatenated: N tokens of all pieces."""
 
     def embed_pieces(self, tokens_N: Tensor, pieces: Sequence[CachedPiece]) -> Tensor:
         """Return N x D. Called on the first stage only."""

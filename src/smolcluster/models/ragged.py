@@ -51,7 +51,7 @@ def run_pieces(
         qkv = block.attention.qkv(block.attention_norm(x_ND)).unflatten(-1, (heads + 2 * kv_heads, config.head_dim))
         prepared = block.attention.prepare(qkv[:, : heads + kv_heads], rope)
         if rope is not None or config.qk_norm:
-            # In place, so that keys and values stay side by side and go to the cache in one copy.
+            # In place, so that keys and values stay contiguous and are copied to the cache in one operation.
             qkv[:, : heads + kv_heads] = prepared
         q_NHE, kv = qkv.split((heads, 2 * kv_heads), dim=1)
         y = [
@@ -77,8 +77,8 @@ class Passage:
         self.mask_TS: Tensor | None = None
         if start > 0 and piece.count > 1:
             # Added to the scores. A boolean mask would be converted to this one in every layer.
-            whole = torch.full((piece.count, end), float("-inf"), dtype=dtype, device=cache.device)
-            self.mask_TS = whole.triu(start + 1)
+            full = torch.full((piece.count, end), float("-inf"), dtype=dtype, device=cache.device)
+            self.mask_TS = full.triu(start + 1)
 
     def attend(self, layer: int, q_THE: Tensor, kv: Tensor) -> Tensor:
         """Store the keys and values of the new tokens, and return their attention output, T x D."""

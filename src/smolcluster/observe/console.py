@@ -21,7 +21,7 @@ class Screen(Protocol):
         """Show a closed step."""
 
     def show(self, event: Event) -> None:
-        """Show an event that the state has taken."""
+        """Show an event, after the state was updated with it."""
 
     def close(self) -> None:
         """Restore the terminal."""

@@ -151,7 +151,7 @@ class Failed(Event):
     traceback: str = ""
 
 
-VAL_FIELDS = ("val_loss", "val_accuracy", "val_ppl")  # results with a field of their own in a row
+VAL_FIELDS = ("val_loss", "val_accuracy", "val_ppl")  # results with a separate field in a row
 
 
 def evaluation_fields(evaluation: Mapping[str, float]) -> dict[str, Any]:

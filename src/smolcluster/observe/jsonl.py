@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object per logged step and rank.
 
 All processes of a run on one machine append to the same file. Each row is a single `write` on a descriptor opened with
-O_APPEND, which a local file system does not interleave with another (a network file system may: give each machine a run
-directory of its own). NaN and infinity are the strings "nan", "inf" and "-inf", as in `events`.
+O_APPEND, which a local file system does not interleave with other writes (a network file system may: give each machine a
+separate run directory). NaN and infinity are the strings "nan", "inf" and "-inf", as in `events`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 class MetricsFile:
     """The sink that writes metrics.jsonl. Open it after `truncate_metrics`.
 
-    A full disk loses the rows of that time only: `warn` is called for the first.
+    While the disk is full, rows are lost: `warn` is called for the first.
     """
 
     def __init__(self, path: str | Path, *, warn: Callable[[str], None] = logger.warning) -> None:
         self.path = Path(path)
         self._warn, self._warned = warn, False
-        self._torn = False  # our last row was not written whole
+        self._torn = False  # our last row was written only partly
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd: int | None = os.open(self.path, _APPEND, 0o644)
         # End the partial line of a process that was killed while writing.
@@ -49,7 +49,7 @@ class MetricsFile:
         try:
             with _exclusive(self._fd):
                 if not (self._append(self._fd, row) or self._append(self._fd, row)):
-                    raise OSError(f"a row of {len(row)} bytes could not be written whole")
+                    raise OSError(f"a row of {len(row)} bytes was only partly written")
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -59,9 +59,9 @@ class MetricsFile:
                 )
 
     def _append(self, fd: int, row: bytes) -> bool:
-        """Write a row. Return False if it was cut short (full disk, signal).
+        """Write a row. Return False if it was only partly written (full disk, signal).
 
-        Readers skip the fragment. Its rest could land behind another process's row, so the next write ends the line first.
+        Readers skip the fragment. Another process may append a row before the rest, so the next write ends the line first.
         """
         data = b"\n" + row if self._torn else row
         self._torn = os.write(fd, data) != len(data)
@@ -76,8 +76,8 @@ class MetricsFile:
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics file, in the order of the file; none without a file.
 
-    Partial lines (a process was killed while writing) are skipped and counted in a warning; the last one is skipped silently,
-    because it may be being written.
+    Partial lines (a process was killed while writing) are skipped and counted in a warning; a partial last line is skipped
+    silently: it may be being written.
     """
     rows, num_torn = [], 0
     lines = _lines(Path(path))
@@ -88,12 +88,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         elif number < len(lines):
             num_torn += 1
     if num_torn:
-        logger.warning("%s: skipped %d lines that are not whole rows", path, num_torn)
+        logger.warning("%s: skipped %d lines that are not complete rows", path, num_torn)
     return rows
 
 
 def truncate_metrics(path: str | Path, *, after_step: int) -> int:
-    """Drop the rows of steps beyond `after_step`, which a resumed run repeats. Return how many were dropped.
+    """Drop the rows of steps after `after_step`, which a resumed run repeats. Return the number of dropped rows.
 
     The file is replaced atomically. Call this before any process opens it: an open descriptor would write to the old file.
     """
@@ -104,7 +104,7 @@ def truncate_metrics(path: str | Path, *, after_step: int) -> int:
         with path.open("rb") as rows, temporary.open("wb") as file:
             for line in rows:  # line by line: the file may be large
                 row = json_object(line)
-                if row is not None and not _beyond(row, after_step):
+                if row is not None and not _is_after(row, after_step):
                     file.write(line.rstrip(b"\n") + b"\n")
                 else:
                     dropped += bool(line.strip())
@@ -120,7 +120,7 @@ def truncate_metrics(path: str | Path, *, after_step: int) -> int:
     return dropped
 
 
-def _beyond(row: dict[str, Any], step: int) -> bool:
+def _is_after(row: dict[str, Any], step: int) -> bool:
     value = row.get("step")
     return isinstance(value, int | float) and value > step
 
@@ -176,11 +176,11 @@ def _ends_torn(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _exclusive(fd: int) -> Iterator[None]:
-    """POSIX appends are atomic and need no lock; on Windows appending is seek plus write, so there a lock is taken."""
+    """Lock the file for an append on Windows, where appending is seek plus write. POSIX appends are atomic."""
     if sys.platform == "win32":
         import msvcrt
 
-        # One byte far beyond any row, so that readers do not block.
+        # Lock one byte far after any row, so that readers do not block.
         os.lseek(fd, 2**31 - 2, os.SEEK_SET)
         msvcrt.locking(fd, msvcrt.LK_LOCK, 1)
         try:

@@ -8,7 +8,7 @@
        1  pi5   cpu       50  2.3201  161 ms       4%          0
 
 A frame is a frozen value, made by the thread of the events and drawn by rich's refresh thread, so the two share no lock.
-What does not fit a small terminal is left out, least important first.
+On a small terminal columns and lines are left out, least important first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LiveScreen:
             self._live.start()
             atexit.register(self._stop)  # restores the cursor even if `close` is never called
         self._frame = self._draw()
-        # Only problems get a line here, so no saved checkpoints.
+        # Only problems get a line, not saved checkpoints.
         if (text := message(event)) and not isinstance(event, CheckpointSaved):
             self._console.print(Text(self._clean(text), style=_STYLES.get(text.split(":")[0], "")))
 
@@ -145,7 +145,7 @@ class LiveFrame:
 
     def _worker_lines(self, width: int, *, max_lines: int) -> RenderResult:
         """Yield a line per worker, without columns and lines that do not fit."""
-        # Two lines are for the header and the number of those left out.
+        # Two lines are for the header and the number of hidden workers.
         fits = len(self.workers) if len(self.workers) < max_lines else max_lines - 2
         if not self.workers or fits < 1:
             return
@@ -166,7 +166,7 @@ class LiveFrame:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Return a line that is cut at the edge and not wrapped."""
+    """Return a line that is cropped at the edge and not wrapped."""
     return Text(text, style=style, no_wrap=True, overflow="crop")
 
 
@@ -180,7 +180,7 @@ def _amount(item: Progress) -> str:
 
 
 def bar(label: str, done: int, total: int | None, amount: str, width: int) -> Table | Text:
-    """Return `label ━━━━━━━━ amount`, without the bar where it does not fit."""
+    """Return `label ━━━━━━━━ amount`, without the bar if it does not fit."""
     room = width - cell_len(label) - cell_len(amount) - 2
     if room < 6:
         return _line(f"{label} {amount}")

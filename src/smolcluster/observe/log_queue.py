@@ -1,17 +1,17 @@
-"""A log file read as a queue: unsent lines are read in order, and the position behind the last acknowledged one is saved.
+"""A log file read as a queue: unsent lines are read in order, and the offset after the last acknowledged line is saved.
 
-    worker-rank0-mini2.log         written by the process, its standard error included; never changed here
-    worker-rank0-mini2.log.sent    the position, replaced as a whole after every acknowledgement
+    worker-rank0-mini2.log         written by the process, including its standard error; never changed here
+    worker-rank0-mini2.log.sent    the offset, replaced atomically after every acknowledgement
 
-The file is the buffer, so no crash and no outage loses a line. Each line gets a time in nanoseconds that follows from the file
-alone:
+The file is the buffer, so no line is lost in a crash or an outage. Each line gets a timestamp in nanoseconds that depends only
+on the file:
 
-    a record           its own time, or one nanosecond after the line before where that is not earlier
-    any other line     one nanosecond after the line before: what was printed while crashing
+    a record           its time, but at least one nanosecond after the previous line
+    any other line     one nanosecond after the previous line: for example text printed while crashing
 
-So times are unique, rise through the file and are the same in every reading: a line that is sent again, because a crash came
-before its position was saved, is the same entry, and the receiver can drop it as a duplicate. A file that was emptied in place
-starts again: nothing in it has been sent.
+So timestamps are unique, increase through the file and are the same in every reading: a line that is sent again, because of a
+crash before its offset was saved, is the same entry, and the receiver can drop it as a duplicate. A file that was truncated in
+place is read from its start: nothing in it has been sent.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from smolcluster.durable_files import replacing
 from smolcluster.locks import try_lock
 
 PRINTED = "STDERR"  # the level of lines that are not records
-BLOCK_BYTES = 512 * 1024  # of one read; a longer line is cut into pieces
-_HEAD_BYTES = 512  # identify the file among others with the same name
-_JUMP_NS = 600 * 10**9  # a clock that is set back further was wrong before: its new time is used
+BLOCK_BYTES = 512 * 1024  # of one read; a longer line is split
+_HEAD_BYTES = 512  # distinguish the file from others with the same name
+_JUMP_NS = 600 * 10**9  # if the clock is set back further than this, its new time is used
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LEVEL = re.compile(r"[A-Za-z][\w ]{0,19}", re.ASCII)
 
@@ -53,7 +53,7 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True)
 class LogPosition:
-    """Where a file has been read to, and the time of the last line before."""
+    """The offset of the next line, and the timestamp of the previous one."""
 
     offset: int
     time_ns: int
@@ -79,7 +79,7 @@ def _stamp(record_ns: int | None, before_ns: int) -> int:
 
 
 def _record(text: str) -> tuple[int | None, str, str]:
-    """Return time, level and logger of one of our records; any other line has no time."""
+    """Return time, level and logger of a record of `logs.JsonFormatter`; other lines have no time."""
     try:
         fields = json.loads(text) if text.startswith("{") else None
         if isinstance(fields, dict) and _LEVEL.fullmatch(level := str(fields["level"])):
@@ -100,13 +100,13 @@ class LogQueue:
         self._saved = path.with_name(path.name + ".sent")
         self._file: io.FileIO | None = None
         self._position = LogPosition(0, 0)
-        self._seen = (0, "")  # length and digest of the file's head
+        self._known_head = (0, "")  # length and digest of the file's head
 
     def claim(self) -> bool:
-        """Lock the file for this reader. Return False where there is none, or another process has the lock."""
+        """Lock the file for this reader. Return False if it is missing or another process holds the lock."""
         if self._file is None:
             try:
-                file = self.path.open("rb", buffering=0)  # a buffer would outlive an emptied file
+                file = self.path.open("rb", buffering=0)  # a buffer would keep the contents of a truncated file
             except FileNotFoundError:
                 return False
             if not _lock(file.fileno()):
@@ -114,31 +114,31 @@ class LogQueue:
                 return False
             self._file = file
             self._position = self._load()
-            self._see()
+            self._remember_head()
         return True
 
     def read(self, *, final: bool = False) -> list[LogEntry]:
-        """Return the next unacknowledged lines, at most a block. `final`: the file is complete, a last half line counts."""
-        if self._was_cut():
+        """Return the next unacknowledged lines, at most a block. `final`: include a last line without a line feed."""
+        if self._was_truncated():
             self._position = self._beginning()
         while data := self._pending():
-            whole = data.rfind(b"\n") + 1
-            if whole == 0 and (final or len(data) == BLOCK_BYTES):
-                whole = len(data)
-            if entries := list(entries_in(data[:whole], self._position)):
+            length = data.rfind(b"\n") + 1  # of complete lines
+            if length == 0 and (final or len(data) == BLOCK_BYTES):
+                length = len(data)
+            if entries := list(entries_in(data[:length], self._position)):
                 return entries
-            if whole == 0:
+            if length == 0:
                 break
-            self._position = LogPosition(self._position.offset + whole, self._position.time_ns)  # only empty lines
+            self._position = LogPosition(self._position.offset + length, self._position.time_ns)  # only empty lines
         return []
 
     def acknowledge(self, entry: LogEntry) -> None:
-        """Save that this line and all before it need not be sent again."""
+        """Save that this line and all earlier ones are sent."""
         self._position = LogPosition(entry.end, entry.time_ns)
-        self._see()
+        self._remember_head()
         self._save()
 
-    def left(self) -> int:
+    def unsent_bytes(self) -> int:
         """Return the number of unacknowledged bytes."""
         size = self._size()
         # A file smaller than the offset was truncated: it is read from its start.
@@ -159,18 +159,18 @@ class LogQueue:
             return self.path.stat().st_size if self.path.exists() else 0
         return os.fstat(self._file.fileno()).st_size
 
-    def _see(self) -> None:
+    def _remember_head(self) -> None:
         """Remember the head of the file, which does not change while it grows."""
         length = min(self._position.offset, _HEAD_BYTES)
-        if length > self._seen[0]:
-            self._seen = (length, self._head(length))
+        if length > self._known_head[0]:
+            self._known_head = (length, self._head(length))
 
-    def _was_cut(self) -> bool:
-        """Return True if the file was emptied in place (logrotate with copytruncate), even if it has grown again."""
-        length, digest = self._seen
+    def _was_truncated(self) -> bool:
+        """Return True if the file was truncated in place (logrotate with copytruncate), even if it has grown again."""
+        length, digest = self._known_head
         return self._size() < self._position.offset or (length > 0 and self._head(length) != digest)
 
-    # The saved position is not flushed to the disk: after a power cut lines are sent again, and dropped as duplicates.
+    # The saved position is not fsynced: after a power failure lines are sent again, and dropped as duplicates.
 
     def _load(self) -> LogPosition:
         try:
@@ -180,11 +180,13 @@ class LogQueue:
             return self._beginning()
         if position.offset < 0 or head != self._head(min(position.offset, self._size())):
             return self._beginning()  # another file with the same name
-        return LogPosition(min(position.offset, self._size()), position.time_ns)  # a lost end was sent
+        return LogPosition(
+            min(position.offset, self._size()), position.time_ns
+        )  # a shorter file: its lost end was sent
 
     def _save(self) -> None:
         position = self._position
-        head = self._seen[1] or self._head(0)
+        head = self._known_head[1] or self._head(0)
         known = {"offset": position.offset, "time_ns": position.time_ns, "head": head}
         with replacing(self._saved, flush=False) as file:
             file.write(json.dumps(known).encode() + b"\n")
@@ -195,11 +197,11 @@ class LogQueue:
         return hashlib.sha256(self._file.read(min(offset, _HEAD_BYTES))).hexdigest()[:16]
 
     def _beginning(self) -> LogPosition:
-        """Return the start of the file, saved before anything is sent so that a later reading has the same times.
+        """Return the start of the file, saved before anything is sent so that a later reading has the same timestamps.
 
-        Lines before the first record get times just before it; without a record, a second ago: one may be written any moment.
+        Lines before the first record get timestamps just before it; if there is no record yet, a second ago.
         """
-        self._position, self._seen = LogPosition(0, 0), (0, "")
+        self._position, self._known_head = LogPosition(0, 0), (0, "")
         times = (_record(line.decode("utf-8", "replace"))[0] for line in self._pending().split(b"\n"))
         first_ns = next((time_ns for time_ns in times if time_ns is not None), None)
         self._position = LogPosition(0, time.time_ns() - 10**9 if first_ns is None else max(0, first_ns - 10**6))
@@ -212,5 +214,5 @@ def _lock(fd: int) -> bool:
     """Lock the log file itself: nothing else locks it."""
     try:
         return try_lock(fd)
-    except OSError:  # a file system without locks: what two readers send is dropped as duplicates
+    except OSError:  # a file system without locks: the receiver drops the duplicates of two readers
         return True

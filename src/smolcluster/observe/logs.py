@@ -4,7 +4,8 @@
      "role": "worker", "rank": 1, "host": "pi5"}
 
 Each logged step is a line too, with step and loss as fields. An exception adds the field `exception`. The launcher appends the
-process's stderr to the same file, so printed text (a crash in the interpreter or C++) is there as it is; `tail` reads both.
+process's stderr to the same file, so the file may also have lines of plain text (a crash in the interpreter or C++); `tail`
+reads both.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def log_path(run_dir: str | Path, role: str, rank: int | None, host: str) -> Pat
 
 
 def setup_logging(path: Path | None, *, level: str | int, role: str, rank: int | None, host: str) -> None:
-    """Send everything logged in this process, and every warning, to the file.
+    """Write all log records of this process, and all warnings, to the file.
 
-    A second call replaces the first. Handlers of others (a notebook's, a test's) stay.
+    A second call replaces the first. Other handlers (of a notebook, a test) stay.
     """
     reset_logging()
     handler: logging.Handler = logging.NullHandler()  # with no handler at all, Python would print warnings
@@ -131,11 +132,11 @@ def log_to_terminal(level: int = logging.INFO) -> None:
 
 
 def tail(path: str | Path, lines: int = 20) -> list[str]:
-    """Return the last `lines` lines of a log as readable text; none without a file."""
+    """Return the last `lines` lines of a log as readable text; an empty list if there is no file."""
     path, found = Path(path), []
     with contextlib.suppress(FileNotFoundError):
-        whole = (raw for _, raw in lines_backwards(path, path.stat().st_size) if raw.strip())
-        found = list(itertools.islice(whole, lines))[::-1]
+        newest_first = (raw for _, raw in lines_backwards(path, path.stat().st_size) if raw.strip())
+        found = list(itertools.islice(newest_first, lines))[::-1]
     rendered: list[str] = []
     for raw in found:
         fields = json_object(raw)

@@ -10,17 +10,17 @@ file, so training never waits for Loki.
     rank         2                    0
     level        INFO, WARNING, ...   or STDERR for what was printed and not logged
 
-Loki's answer decides what happens to a batch:
+A batch is handled by Loki's response:
 
-    200, 204                      stored: the position behind the batch is saved beside the log
-    429, 5xx, no answer           retried with exponential backoff up to half a minute, or after Retry-After
+    200, 204                      stored: the offset after the batch is saved in a file next to the log
+    429, 5xx, no response         retried with exponential backoff up to half a minute, or after Retry-After
     400 that names bad lines      too long, too old, too new: Loki stores the other lines of the batch. The refused lines are
                                   counted and logged, and not sent again; they stay in the file
     any other status              wrong address, login or proxy: one warning, then a retry every minute; no line is dropped
 
-A process that ends leaves the rest in its file; the next one with the same log continues there, and `push_rest` sends the rest
-of a run that is over. A batch whose acknowledgement was lost is sent again, each line with the same labels, time and text:
-Loki drops those as duplicates.
+A process that ends leaves unsent lines in its file; the next process with the same log continues there, and `push_unsent`
+sends the rest after the run. A batch whose acknowledgement was lost is sent again, each line with the same labels, time and
+text: Loki drops these as duplicates.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ from smolcluster.observe.logs import log_path
 from smolcluster.observe.observer import Sink
 from smolcluster.observe.text import printable
 
-# Warnings below smolcluster.observe reach no screen, and a person should see that Loki cannot be reached.
+# Warnings of smolcluster.observe are not shown to the user (observer.NoticeHandler); warnings about Loki should be.
 log = logging.getLogger("smolcluster.loki")
 
 PATH = "/loki/api/v1/push"
-AUTH = "SMOLCLUSTER_LOKI_AUTH"  # user:password, where the URL has none
-TENANT = "SMOLCLUSTER_LOKI_TENANT"  # where the URL has no ?tenant=
+AUTH = "SMOLCLUSTER_LOKI_AUTH"  # user:password, if the URL has none
+TENANT = "SMOLCLUSTER_LOKI_TENANT"  # if the URL has no ?tenant=
 MAX_RETRY_AFTER_S = 300.0
-_MAX_ANSWER_BYTES = 1 << 20
+_MAX_RESPONSE_BYTES = 1 << 20
 _LOG_NAME = re.compile(r"(?P<role>server|worker)-(rank(?P<rank>\d+)-)?.+")
-# Loki's reasons for a line that no retry can help, one for each line. Complaints about labels are not among them: they
-# concern all lines of a process, and their limits can be raised.
+# Loki's reasons, one for each line, for which a retry is useless. Errors about labels are not among them: they concern all
+# lines of a process, and their limits can be raised.
 _BAD_LINE = re.compile(r"out of order|too far behind|timestamp too (?:old|new)|max entry size", re.IGNORECASE)
-_NUM_IGNORED = re.compile(r"total ignored: (\d+)")  # a long list of reasons is cut, its sum is not
+_NUM_IGNORED = re.compile(r"total ignored: (\d+)")  # given in addition to a long list of reasons, which is truncated
 _WANTS_TLS = re.compile(r"\b(https|tls|ssl)\b", re.IGNORECASE)
 
 
@@ -76,7 +76,7 @@ class LokiTiming:
     poll_s: float = 1.0  # between two reads of the file
     retry_s: float = 0.5  # after the first failure; doubles with each
     max_retry_s: float = 30.0
-    slow_s: float = 60.0  # where the configuration is wrong
+    slow_s: float = 60.0  # if the configuration is wrong
     request_s: float = 10.0  # timeout of a request
     patience_s: float = 10.0  # shorter outages are not logged
     close_s: float = 3.0  # for the last lines of a process
@@ -184,7 +184,7 @@ class LokiClient:
             self._connection = None
 
     def _request(self, body: bytes, timeout_s: float) -> tuple[int, str | None, str]:
-        """Return status, Retry-After and text, within `timeout_s` even where a server sends a byte at a time."""
+        """Return status, Retry-After and text, within `timeout_s` even if the server sends a byte at a time."""
         self._was_cut = False
         cut = threading.Timer(timeout_s, self._cut)
         cut.daemon = True
@@ -193,11 +193,11 @@ class LokiClient:
             connection = self._connect(timeout_s)
             connection.request("POST", self.endpoint.path, body, dict(self.endpoint.headers))
             response = connection.getresponse()
-            text = response.read(_MAX_ANSWER_BYTES).decode("utf-8", "replace")
+            text = response.read(_MAX_RESPONSE_BYTES).decode("utf-8", "replace")
             if not response.isclosed():  # the rest is not read
                 self.close()
             if self._was_cut:
-                raise TimeoutError(f"no complete answer in {timeout_s:g} s")
+                raise TimeoutError(f"no complete response in {timeout_s:g} s")
             return response.status, response.getheader("Retry-After"), text
         except (OSError, http.client.HTTPException, UnicodeError):
             self.close()
@@ -233,12 +233,12 @@ def encode(labels: Mapping[str, str], entries: Sequence[LogEntry]) -> bytes:
 
 
 def result_of(status: int, retry_after: str | None, text: str) -> PushResult:
-    """Return what an HTTP answer means for the batch."""
+    """Return the outcome of a batch for an HTTP response."""
     shown = printable(" ".join(text.split()))[:200]
-    reason = f"answers {status}" + (f" ({shown})" if shown else "")
+    reason = f"responds with status {status}" + (f" ({shown})" if shown else "")
     if status in (200, 204):
         return PushResult("stored")
-    if status == 429 or status >= 500 or (status == 400 and "rate limit" in text):  # beside bad lines, Loki says 400
+    if status == 429 or status >= 500 or (status == 400 and "rate limit" in text):  # 400 if there are also bad lines
         return PushResult("retry", reason, retry_after_s=_seconds(retry_after))
     if status == 400 and (bad := len(_BAD_LINE.findall(text))):
         return PushResult("stored", reason, refused=max(bad, sum(map(int, _NUM_IGNORED.findall(text)))))
@@ -257,7 +257,7 @@ def _seconds(retry_after: str | None) -> float:
 
 
 class BatchSender:
-    """Sends the lines of one log, a batch at a time. It neither waits nor retries: its caller does."""
+    """Sends the lines of one log, a batch at a time. The caller waits and retries."""
 
     def __init__(self, queue: LogQueue, client: LokiClient, labels: Mapping[str, str]) -> None:
         self.queue, self.client, self.labels = queue, client, labels
@@ -272,7 +272,7 @@ class BatchSender:
             refused = min(result.refused, len(entries))
             self.lines += len(entries) - refused
             self.refused += refused
-            # This error is a line of the log too. Where Loki refuses that one, another would follow, without end.
+            # This error is a line of the log too: if Loki refuses it, do not log another one.
             if refused and any(entry.logger != log.name for entry in entries):
                 log.error(
                     "Loki at %s %s and refused %d of %d lines of %s; they stay in the file and are not sent again",
@@ -283,7 +283,7 @@ class BatchSender:
 
 
 class Pusher(Sink):
-    """The pushing thread of one process. It is a sink only to be closed with the others: lines come from the log file."""
+    """The pushing thread of one process. Lines come from the log file; it is a sink so that it is closed with the others."""
 
     def __init__(self, sender: BatchSender, *, timing: LokiTiming) -> None:
         self._sender, self._timing = sender, timing
@@ -292,8 +292,8 @@ class Pusher(Sink):
         self._failures = 0  # in a row
         self._failing_since = 0.0
         self._reached = False  # Loki has stored a batch of this process
-        self._warned = False  # of the present outage
-        self._left: int | None = None  # once the thread has ended
+        self._warned = False  # about the current outage
+        self._unsent_bytes: int | None = None  # once the thread has ended
         self._thread = threading.Thread(target=self._run, name="loki", daemon=True)
         self._thread.start()
 
@@ -304,21 +304,21 @@ class Pusher(Sink):
         self._thread.join(self._timing.close_s + 0.5)
 
     @property
-    def left(self) -> int:
+    def unsent_bytes(self) -> int:
         """Bytes of the log that are not stored."""
-        return self._sender.queue.left() if self._left is None else self._left
+        return self._sender.queue.unsent_bytes() if self._unsent_bytes is None else self._unsent_bytes
 
     def _run(self) -> None:
         try:
             while not self._closing.wait(self._push_batch()):
                 pass
             self._push_last()
-        # A thread has no caller, and a log in another place is never worth a training run.
+        # A thread has no caller, and a failure to send logs must not end the training.
         except Exception as error:  # noqa: BLE001
             log.error("no more lines are sent to Loki: %s: %s", type(error).__name__, error)
         finally:
             self._sender.client.close()
-            self._left = self._sender.queue.left()
+            self._unsent_bytes = self._sender.queue.unsent_bytes()
             self._sender.queue.close()
 
     def _push_batch(self) -> float:
@@ -334,9 +334,9 @@ class Pusher(Sink):
         if result.kind != "stored":
             return self._failed(result)
         if self._warned:
-            log.info("Loki at %s answers again", sender.client.endpoint.shown)
+            log.info("Loki at %s is reachable again", sender.client.endpoint.shown)
         self._failures, self._warned, self._reached = 0, False, True
-        return 0.0 if sender.queue.left() else timing.poll_s
+        return 0.0 if sender.queue.unsent_bytes() else timing.poll_s
 
     def _push_last(self) -> None:
         sender, timing = self._sender, self._timing
@@ -347,7 +347,7 @@ class Pusher(Sink):
                     return
 
     def _failed(self, result: PushResult) -> float:
-        """Warn once in an outage. Return the backoff."""
+        """Warn once per outage. Return the backoff."""
         now = time.monotonic()
         if self._failures == 0:
             self._failing_since = now
@@ -363,7 +363,7 @@ class Pusher(Sink):
 def start_pushing(
     path: Path, *, url: str, role: str, rank: int | None, host: str, timing: LokiTiming | None = None
 ) -> Pusher:
-    """Push this log from now on, and what earlier processes left in it. Raises `UserError` for a URL that is not valid."""
+    """Push this log from now on, with the unsent lines of earlier processes. Raises UserError if the URL is not valid."""
     endpoint = endpoint_of(url)
     labels = labels_of(role=role, rank=rank, host=log_path("", role, rank, host).stem)
     return Pusher(BatchSender(LogQueue(path), LokiClient(endpoint), labels), timing=timing or LokiTiming())
@@ -371,25 +371,25 @@ def start_pushing(
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """The outcome of `push_rest`."""
+    """The outcome of `push_unsent`."""
 
     lines: int  # stored
     refused: int = 0
-    left: tuple[Path, ...] = ()  # logs with lines still to be sent
-    busy: tuple[Path, ...] = ()  # logs that a running process pushes itself
-    reason: str = ""  # why some are left
+    unsent: tuple[Path, ...] = ()  # logs with unsent lines
+    busy: tuple[Path, ...] = ()  # logs that a running process pushes
+    reason: str = ""  # why lines are unsent
 
 
-def push_rest(
+def push_unsent(
     run_dir: str | Path, url: str, *, timeout_s: float = 30.0, timing: LokiTiming | None = None
 ) -> PushReport:
-    """Push what is left of a run that is over: all logs of its directory (or one log, or a folder of them).
+    """Push the unsent lines of a run that has ended: all logs of its directory (or one log, or a folder of them).
 
-    Returns when all is sent, when the address is wrong, or after `timeout_s`. Calling it again does no harm.
+    Returns when all lines are sent, when the address is wrong, or after `timeout_s`. It is safe to call it again.
     """
     client, deadline = LokiClient(endpoint_of(url)), time.monotonic() + timeout_s
     lines, refused, reason = 0, 0, ""
-    left: list[Path] = []
+    unsent: list[Path] = []
     busy: list[Path] = []
     for path in _logs_of(Path(run_dir)):
         queue = LogQueue(path)
@@ -401,30 +401,30 @@ def push_rest(
             failure = _send_all(sender, deadline=deadline, timing=timing or LokiTiming())
             lines, refused = lines + sender.lines, refused + sender.refused
             if failure:
-                left.append(path)
+                unsent.append(path)
                 reason = reason or failure
         finally:
             queue.close()
     client.close()
-    return PushReport(lines, refused, tuple(left), tuple(busy), reason)
+    return PushReport(lines, refused, tuple(unsent), tuple(busy), reason)
 
 
-def push_leftovers(run_dir: str | Path, url: str, *, timeout_s: float = 3.0) -> str:
-    """Push what the processes of a launcher, which have all ended, could not. Return a warning if lines are still left."""
+def push_after_run(run_dir: str | Path, url: str, *, timeout_s: float = 3.0) -> str:
+    """Push the lines that the processes of a launcher, all ended, have not sent. Return a warning if some remain unsent."""
     try:
-        report = push_rest(run_dir, url, timeout_s=timeout_s)
+        report = push_unsent(run_dir, url, timeout_s=timeout_s)
     except UserError:  # no process has logged anything
         return ""
-    if not report.left:
+    if not report.unsent:
         return ""
     return (
-        f"Loki {report.reason}: not all lines of this run are there; "
+        f"Loki {report.reason}: not all log lines of this run were sent; "
         f"send the rest with: smolcluster logs push {run_dir}"
     )
 
 
 def _send_all(sender: BatchSender, *, deadline: float, timing: LokiTiming) -> str:
-    """Return why a file could not be sent to its end; empty if it was."""
+    """Send a file to its end. Return why that failed; empty if it did not."""
     failures = 0
     while entries := sender.queue.read(final=True):
         result = sender.send(entries, timeout_s=min(timing.request_s, deadline - time.monotonic()))
@@ -450,7 +450,7 @@ def _logs_of(place: Path) -> list[Path]:
 
 
 def _labels_of_file(path: Path) -> dict[str, str]:
-    """Return the labels that the process itself would use. A server's rank is not in its file's name, but in its records."""
+    """Return the labels that the process would use. The rank of a server is not in its file's name, but in its records."""
     match = _LOG_NAME.fullmatch(path.stem)
     if match is None:
         raise UserError(f"{path.name} is not the log of a server or a worker")

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 _SMI_FIELDS = "name,memory.used,memory.total,temperature.gpu"
-_SMI_WITHIN_S = 3.0
+_SMI_TIMEOUT_S = 3.0
 _HOTTEST_C = 150.0  # missing sensors report arbitrary values
 
 
 class MachineFacts:
-    """The facts for some rows of a training process: reading them takes half a millisecond."""
+    """The machine facts in rows of a training process, at most every few seconds: reading them takes half a millisecond."""
 
     def __init__(self, device: str, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._every_s, self._clock = device, every_s, clock
@@ -44,9 +44,9 @@ class MachineFacts:
         return describe_machine(self._device)
 
 
-def describe_machine(device: str | None = None, *, ask_nvidia: bool = False) -> dict[str, Any]:
-    """Return the facts. `device`: the one that this process computes on. `ask_nvidia`: run nvidia-smi where torch is not
-    loaded, which is too slow for a training process."""
+def describe_machine(device: str | None = None, *, run_nvidia_smi: bool = False) -> dict[str, Any]:
+    """Return the facts. `device`: the one that this process computes on. `run_nvidia_smi`: call nvidia-smi if torch is not
+    loaded; too slow for a training process."""
     known: dict[str, Any] = {
         "device": device,
         "device_name": processor_name(),
@@ -57,15 +57,15 @@ def describe_machine(device: str | None = None, *, ask_nvidia: bool = False) -> 
     }
     index = _cuda_index(device)
     if index is not None:
-        known |= _gpu_by_torch(index) or (_gpu_by_smi(index) if ask_nvidia else {})
-    elif device is None and ask_nvidia:
+        known |= _gpu_by_torch(index) or (_gpu_by_smi(index) if run_nvidia_smi else {})
+    elif device is None and run_nvidia_smi:
         known |= _gpu_by_smi(0)
     return {name: value for name, value in known.items() if value is not None}
 
 
 @functools.cache
 def processor_name() -> str | None:
-    """Return `Raspberry Pi 5 Model B`, `Apple M2`, `AMD Ryzen 9 7950X`; None where unknown."""
+    """Return `Raspberry Pi 5 Model B`, `Apple M2`, `AMD Ryzen 9 7950X`; None if unknown."""
     with contextlib.suppress(OSError):  # on single-board computers
         return Path("/proc/device-tree/model").read_text(encoding="utf-8", errors="replace").strip("\0 \n") or None
     with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def processor_name() -> str | None:
 
 
 def _load() -> float | None:
-    """Return the load average of the last minute for each core."""
+    """Return the load average of the last minute per core."""
     with contextlib.suppress(AttributeError, OSError):
         return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
     return None
@@ -167,6 +167,6 @@ def parse_smi(text: str) -> dict[str, Any]:
 
 def _output(command: list[str]) -> str:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_WITHIN_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
     return ""

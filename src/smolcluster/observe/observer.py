@@ -17,24 +17,24 @@ class Sink(Protocol):
     """A receiver of events: a console, a file, a tracker. The observer never calls it concurrently."""
 
     def handle(self, event: Event) -> None:
-        """Take one event; ignore unknown kinds."""
+        """Handle one event; ignore unknown kinds."""
         return
 
     def close(self) -> None:
-        """Flush and release. Called once, also after `handle` has failed."""
+        """Flush and release resources. Called once, also after `handle` has failed."""
         return
 
 
 class Observer:
-    """Hands each event to every sink, in order, from whichever thread emits it.
+    """Delivers each event to every sink, in order, on the thread that emits it.
 
-    A sink that fails is closed and dropped: one error in the log, one Notice to the others, and training goes on.
+    A sink that fails is closed and dropped: one error in the log, one Notice to the other sinks, and training continues.
     """
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)
-        # Reentrant, with a queue: a sink or a signal handler may emit during an event. Such events wait, so that no sink is
-        # entered twice.
+        # Reentrant, with a queue: a sink or a signal handler may emit during an event. Such events are queued, so that sinks
+        # need not be reentrant.
         self._lock = threading.RLock()
         self._waiting: deque[Event] = deque()
         self._busy = False
@@ -75,7 +75,7 @@ class Observer:
         for sink in list(self._sinks):
             try:
                 sink.handle(event)
-            # A tracker may raise anything, and a curve on another server is never worth a training run.
+            # A tracker may raise anything, and its failure must not end the training.
             except Exception as error:  # noqa: BLE001
                 self._drop(sink, error)
 
@@ -117,7 +117,7 @@ class NoticeHandler(logging.Handler):
     def __init__(self, observer: Observer, *, rank: int | None) -> None:
         super().__init__(logging.WARNING)
         self._observer, self._rank = observer, rank
-        # The observer emits a notice of its own errors itself.
+        # The observer emits notices of its errors directly.
         self.addFilter(
             lambda record: not record.name.startswith("smolcluster.observe") and not hasattr(record, "event")
         )

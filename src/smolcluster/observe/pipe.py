@@ -31,7 +31,7 @@ class PipeSink(Sink):
                 return
             try:
                 rest = memoryview(line)
-                while rest:  # an unbuffered stream may write a part only
+                while rest:  # an unbuffered stream may write only part of it
                     rest = rest[self._stream.write(rest) or 0 :]
                 self._stream.flush()
             except OSError as error:

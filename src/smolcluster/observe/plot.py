@@ -104,7 +104,7 @@ class _Canvas:
         self._marks: dict[Cell, str] = {}
 
     def line(self, start: Cell, end: Cell) -> None:
-        """Draw a line in whole steps along the longer side."""
+        """Draw a line, one dot per unit along its longer side."""
         length = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
         for i in range(length + 1):
             x = start[0] + round((end[0] - start[0]) * i / length)

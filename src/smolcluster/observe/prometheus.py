@@ -4,10 +4,10 @@
                                                            9465  its worker with local rank 0
                                                            9466  its worker with local rank 1, and so on
 
-A sink keeps the latest values and is a collector of `prometheus_client`, which writes them in Prometheus' text format. A small
-HTTP server in a thread answers GET /metrics and GET /health, only for Host headers that name this machine: DNS rebinding does
-not work. `prometheus_client` has a server too, without that check, a limit of clients and an idle timeout. Ours listens on
-loopback unless `logging.prometheus_host` is set; there anyone can read the numbers, and change nothing.
+A sink keeps the latest values and is a collector of `prometheus_client`, which formats them. A small HTTP server in a thread
+serves GET /metrics and GET /health, only for Host headers that name this machine, which prevents DNS rebinding. The server of
+`prometheus_client` lacks that check, a limit of clients and an idle timeout. This one listens on loopback unless
+`logging.prometheus_host` is set; whoever can connect can read the numbers, and change nothing.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ with needed(extra="prometheus", purpose="logging.prometheus_port"):
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-MAX_METRICS = 64  # of the task's own, from one evaluation
+MAX_METRICS = 64  # of the task, from one evaluation
 _MAX_CLIENTS = 8  # concurrent; Prometheus is one
 _IDLE_S = 5.0  # timeout of a client that sends nothing
-_POLL_S = 0.1  # how soon the server notices a shutdown
+_POLL_S = 0.1  # interval at which the server checks for a shutdown
 
-# Name -> description, and field of StepLogged where it is one. Names of counters end in _total; the others are gauges.
+# Name -> description, and field of StepLogged if it is one. Names of counters end in _total; the others are gauges.
 METRICS = {
     "smolcluster_up": ("1 while the process runs.", ""),
     "smolcluster_run_info": ("1, with labels that describe the run.", ""),
-    "smolcluster_planned_steps": ("Steps of the whole run.", ""),
+    "smolcluster_planned_steps": ("Steps of the run.", ""),
     "smolcluster_step": ("The last step that was logged.", "step"),
     "smolcluster_last_step_timestamp_seconds": ("Time of that step, in seconds since 1970.", "time"),
     "smolcluster_loss": ("Training loss.", "loss"),
@@ -64,7 +64,7 @@ METRICS = {
     "smolcluster_skipped_total": ("Steps whose gradient was not finite, not applied.", "skipped"),
     "smolcluster_members": ("Workers that take part now, from the server.", ""),
     "smolcluster_checkpoint_step": ("Step of the last checkpoint that was saved.", ""),
-    "smolcluster_checkpoint_seconds": ("Duration of writing it, beside training.", ""),
+    "smolcluster_checkpoint_seconds": ("Duration of writing it, in parallel with training.", ""),
     "smolcluster_checkpoint_stall_seconds": ("How long training was paused for it.", ""),
     "smolcluster_checkpoint_failures_total": ("Checkpoints that could not be saved.", ""),
 }
@@ -94,7 +94,7 @@ class PrometheusSink:
             "smolcluster_planned_steps": started.steps,
             "smolcluster_checkpoint_failures_total": 0,
         }
-        self._named: dict[str, float] = {}  # the task's own metrics
+        self._named: dict[str, float] = {}  # metrics of the task
         self._lock = threading.Lock()
         self._server = _Server(host, port, sink=self, names={started.host, socket.gethostname()})
         self.port = int(self._server.server_address[1])
@@ -141,7 +141,7 @@ class PrometheusSink:
                 yield family
 
     def _row(self, row: StepLogged) -> None:
-        """Take a row. One that comes after later rows has a late evaluation: the rest of it is outdated."""
+        """Record a row. If it arrives after later rows, it has a late evaluation, and its other fields are outdated."""
         late = row.step < self._values.get("smolcluster_step", 0)
         named = {name: field for name, (_, field) in METRICS.items() if field}
         values = {name: getattr(row, field) for name, field in named.items() if not late or field.startswith("val_")}
@@ -166,7 +166,7 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
-    allow_reuse_address = sys.platform != "win32"  # where it allows two processes on one port
+    allow_reuse_address = sys.platform != "win32"  # on Windows it would allow two processes on one port
 
     def __init__(self, host: str, port: int, *, sink: PrometheusSink, names: set[str]) -> None:
         self.sink, self.names = sink, _names_of(host, names)
@@ -219,15 +219,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self.server.knows(self.headers.get("Host")):
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this machine does not have that name\n")
+            self._respond(HTTPStatus.MISDIRECTED_REQUEST, b"this machine does not have that name\n")
         elif self.path == "/metrics":
-            self._answer(HTTPStatus.OK, generate_latest(self.server.sink), CONTENT_TYPE_PLAIN_0_0_4)
+            self._respond(HTTPStatus.OK, generate_latest(self.server.sink), CONTENT_TYPE_PLAIN_0_0_4)
         elif self.path == "/health":
-            self._answer(HTTPStatus.OK, b"ok\n")
+            self._respond(HTTPStatus.OK, b"ok\n")
         else:
-            self._answer(HTTPStatus.NOT_FOUND, b"only /metrics and /health exist\n")
+            self._respond(HTTPStatus.NOT_FOUND, b"only /metrics and /health exist\n")
 
-    def _answer(self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+    def _respond(self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

@@ -1,8 +1,8 @@
 """Fold the events of all ranks into the current state of the run.
 
-Ranks report independently, in any order. A step is closed when the row of every worker has arrived, or when a row of a later
-step shows that it will not. With a server, the server's row closes a step: its workers count steps of their own, and join and
-leave. Nothing here prints or reads a clock.
+Ranks report independently, in any order. A step is closed when the rows of all workers have arrived, or when a row of a later
+step arrives. With a server, the server's row closes a step: its workers have local step counts, and join and leave. Nothing
+here prints or reads a clock.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _GONE = ("finished", "failed")
 
 
 def counts_own_steps(strategy: str) -> bool:
-    """Return whether the workers of this strategy count steps of their own."""
+    """Return whether the workers of this strategy have local step counts."""
     record = find_record(strategy)
     return record is not None and record.own_steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """One step of the whole cluster."""
+    """One step of the run, over all its ranks."""
 
     step: int
     steps: int | None  # of the run; None: not known yet
@@ -49,13 +49,13 @@ class StepLine:
     tokens_per_s: float  # sum over ranks
     samples_per_s: float
     eta_s: float | None  # until the slowest rank is done
-    late: bool = False  # a later step was closed before: a server evaluates beside training
-    own: bool = False  # counted by one worker, not a step of the run
+    late: bool = False  # a later step was closed before: a server evaluates in parallel with training
+    is_local: bool = False  # a local step of one worker, not a step of the run
 
     @property
     def label(self) -> str:
         """`step 50/300`, or `own step 50`."""
-        return "own " * self.own + f"step {self.step}" + (f"/{self.steps}" if self.steps else "")
+        return "own " * self.is_local + f"step {self.step}" + (f"/{self.steps}" if self.steps else "")
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,19 +79,19 @@ class RankStatus:
 
 
 def remaining_s(steps: int | None, *, first: tuple[int, float], last: tuple[int, float], step_s: float) -> float | None:
-    """Return the time that the remaining steps take at this rank's pace; None where `steps` is not known.
+    """Return the time for the remaining steps at this rank's mean step time; None if `steps` is not known.
 
-    The pace is measured between its first and last row (step, time), so it includes evaluations; `step_s` for a single row.
+    The mean is taken between its first and last row (step, time), so it includes evaluations; `step_s` if there is one row.
     """
     if steps is None:
         return None
     num_steps = last[0] - first[0]
-    pace_s = (last[1] - first[1]) / num_steps if num_steps > 0 else step_s
-    return max(0, steps - last[0]) * pace_s
+    mean_s = (last[1] - first[1]) / num_steps if num_steps > 0 else step_s
+    return max(0, steps - last[0]) * mean_s
 
 
 class BatchWeights:
-    """Samples of a rank in one step, from its running count of samples."""
+    """Samples of a rank in one step, from its cumulative count of samples."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
@@ -116,7 +116,7 @@ def weighted_mean(pairs: Iterable[tuple[float, float]]) -> float:
 def loss_curve(rows: Iterable[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
     """Return steps and losses of the run from the rows of metrics.jsonl: the server's, or else those of all workers.
 
-    Of a step that a rank repeated after a restart, the last row counts.
+    If a rank repeated a step after a restart, its last row is used.
     """
     weights = BatchWeights()
     by_step: dict[int, dict[int, tuple[float, float]]] = {}
@@ -130,7 +130,7 @@ def loss_curve(rows: Iterable[Mapping[str, Any]]) -> tuple[list[int], list[float
 
 
 class RunState:
-    """The state behind a display. `alone`: only the events of one worker of several arrive."""
+    """The state that a display shows. `alone`: only the events of one worker of several arrive."""
 
     def __init__(self, *, alone: bool = False) -> None:
         self._alone = alone
@@ -145,7 +145,7 @@ class RunState:
         self._weights = BatchWeights()
 
     def apply(self, event: Event) -> list[StepLine]:
-        """Take an event. Return the steps that it closed, in order."""
+        """Apply an event. Return the steps that it closes, in order."""
         match event:
             case RunStarted():
                 self._start(event)
@@ -193,7 +193,7 @@ class RunState:
         if not self.started:
             return ""
         first = self.server or self.started[min(self.started)]
-        local_steps = first.config.get("strategy", {}).get("inner_steps")  # "auto", where machines have unlike numbers
+        local_steps = first.config.get("strategy", {}).get("inner_steps")  # "auto" if machines have different numbers
         return " | ".join(
             [
                 first.task,
@@ -219,7 +219,7 @@ class RunState:
         return text + (f" on {where}" if where else "")
 
     def _counts_own(self, started: RunStarted) -> bool:
-        """Return whether this rank counts steps of its own and no row of the server gives those of the run."""
+        """Return whether this rank has a local step count and no row of the server gives the step of the run."""
         return self._alone and started.role != "server" and counts_own_steps(started.strategy)
 
     def _rank(self, rank: int) -> RankStatus:
@@ -234,8 +234,8 @@ class RunState:
         steps = None if self._counts_own(event) else event.steps
         self.ranks[event.rank] = RankStatus(event.rank, event.host, event.role, event.device, "training", steps)
         # When all workers have resumed from a checkpoint, the steps after it are closed again.
-        behind = all(status.last is None or status.last.step <= event.first_step for status in self.workers)
-        if event.role == "server" or (behind and self.server is None):
+        resumed = all(status.last is None or status.last.step <= event.first_step for status in self.workers)
+        if event.role == "server" or (resumed and self.server is None):
             self._closed_step = min(self._closed_step, event.first_step)
             self._val_step = min(self._val_step, event.first_step)
 
@@ -264,7 +264,7 @@ class RunState:
         return closed
 
     def _evaluated(self, row: StepLogged) -> None:
-        """Keep an evaluation, of any rank, for the line of its step, or for the next line if it is late."""
+        """Keep an evaluation of any rank for the line of its step, or for the next line if it is late."""
         evaluation = evaluation_of(row)
         if evaluation and row.step > self._val_step:
             self.evaluation, self._val_step, self._val_is_new = evaluation, row.step, True
@@ -288,7 +288,7 @@ class RunState:
             samples_per_s=sum(row.samples_per_s for row in latest.values()),
             eta_s=max(etas, default=None),
             late=late,
-            own=any(map(self._counts_own, self.started.values())),
+            is_local=any(map(self._counts_own, self.started.values())),
         )
 
 
@@ -310,15 +310,15 @@ def message(event: Event) -> str:
 
 
 def evaluation_parts(evaluation: Mapping[str, float]) -> list[str]:
-    """Return `val 2.4012`, `acc 97.1%` and the task's own metrics, as far as present."""
+    """Return `val 2.4012`, `acc 97.1%` and other metrics of the task, if present."""
     parts = [f"val {number(evaluation['val_loss'])}"] if "val_loss" in evaluation else []
     parts += [f"acc {evaluation['val_accuracy']:.1%}"] if "val_accuracy" in evaluation else []
-    own = {name.removeprefix("val_"): value for name, value in evaluation.items() if name not in VAL_FIELDS}
-    return parts + [f"{printable(name)} {number(value)}" for name, value in own.items()]
+    others = {name.removeprefix("val_"): value for name, value in evaluation.items() if name not in VAL_FIELDS}
+    return parts + [f"{printable(name)} {number(value)}" for name, value in others.items()]
 
 
 def rate(line: StepLine | StepLogged) -> list[str]:
-    """Return tokens per second, or samples per second for data without tokens; empty for a rank that reads no data."""
+    """Return tokens per second, or samples per second for data without tokens; empty if the rank reads no data."""
     if line.tokens_per_s:
         return [f"{short(line.tokens_per_s)} tok/s"]
     return [f"{short(line.samples_per_s)} samples/s"] if line.samples_per_s else []

@@ -32,7 +32,7 @@ def supports(stream: IO[str], characters: str) -> bool:
 
 
 def dumb_terminal() -> bool:
-    """Return whether the terminal says that it understands no escape codes."""
+    """Return whether TERM says that the terminal does not support escape codes."""
     return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Format a loss: four decimals in the usual range, else scientific."""
+    """Format a loss: four decimals from 0.001 to 10,000, else scientific."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3e}"

@@ -1,4 +1,4 @@
-"""Tracebacks reduced to the user's own code."""
+"""Tracebacks with only the frames of the user's code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INSTALLED = tuple(
 
 
 def user_traceback(error: BaseException) -> str:
-    """Format an error without frames of libraries and of this package, unless there are no others. The log has all of them."""
+    """Format an error without frames of libraries and of this package, unless there are no others. The log has all frames."""
     summary = traceback.TracebackException.from_exception(error)
     user_frames = [frame for frame in summary.stack if _is_users(frame.filename)]
     if not user_frames:

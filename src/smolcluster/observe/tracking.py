@@ -18,7 +18,7 @@ from smolcluster.observe.events import Event, RunFinished, RunStarted, StepLogge
 
 logger = logging.getLogger(__name__)
 
-_INIT_TIMEOUT_S = 30.0  # without an answer by then the run is kept offline
+_INIT_TIMEOUT_S = 30.0  # after which the run is kept offline
 _FINISH_TIMEOUT_S = 30.0  # for the upload at the end; the rest stays on disk
 
 # Field of StepLogged -> name in TensorBoard and W&B. The order is the order of the charts.
@@ -45,7 +45,7 @@ def run_name(started: RunStarted) -> str:
 
 
 def metrics_of(row: StepLogged) -> dict[str, float]:
-    """Return the numbers of one row by the trackers' names, without those not measured."""
+    """Return the measured numbers of one row by the trackers' names."""
     values = {name: getattr(row, field) for field, name in METRICS.items()}
     values |= {f"val/{name}": value for name, value in (row.val_extra or {}).items()}
     values |= {f"gradients/{name}": norm for name, norm in (row.gradient_norms or {}).items()}
@@ -75,8 +75,8 @@ class TensorBoardSink:
 class WandbSink:
     """One W&B run, for the rows of one rank.
 
-    A thread does everything that may wait for the network. Without a login the run is kept offline in the run directory, and
-    `wandb sync` uploads it later.
+    All network calls are made by a thread. Without a login the run is kept offline in the run directory, and `wandb sync`
+    uploads it later.
     """
 
     def __init__(self, project: str, run_name: str, run_dir: str | Path, config: Mapping[str, Any]) -> None:
@@ -113,8 +113,8 @@ class WandbSink:
                 elif isinstance(event, RunFinished):
                     run.summary.update(plain(event.summary))
             run.finish()
-            # An offline run is certainly on disk only when W&B's own process has ended. It stays while another run in this
-            # process needs it.
+            # An offline run is complete on disk only when W&B's service process has ended. Do not end it while another run in
+            # this process uses it.
             if self._wandb.run is None:
                 self._wandb.teardown()
         # This thread has no caller: the next `handle` raises the error, and the observer drops this sink.

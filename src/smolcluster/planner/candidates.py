@@ -24,7 +24,7 @@ ALONE = Choice(label="one worker", strategy=strategies.ALONE)
 
 
 def choices(num_ranks: int, *, every: bool = False) -> list[Choice]:
-    """Return the choices, those of the mesh plane first, in the order of the records. `every`: with unusual variants."""
+    """Return the choices in the order of the records, mesh plane first. `every`: include uncommon variants."""
     records = list(all_records().values())
     if num_ranks == 1:
         records = [record for record in records if record.name == strategies.ALONE or record.name not in BUILT_IN]

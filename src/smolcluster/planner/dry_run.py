@@ -25,7 +25,7 @@ from smolcluster.tasks.find import find_task
 
 
 def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str | None, plane: str = "mesh") -> str:
-    """Open the data and build the model on fake tensors, to report mistakes."""
+    """Return the text of a dry run. Opens the data and builds the model on fake tensors, so that mistakes are reported."""
     device = choose_device(config.training.device)
     options, ignored = read_options(config.strategy, plane=plane)
     check_balance(config, options)
@@ -75,20 +75,20 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     lines.append(f"# {steps:,} steps of {sum(counts):,} samples")
     if isinstance(options, RoundOptions) and options.equal_time:
         lines[-1] += (
-            f" where machines are alike; {options.steps_per_round} steps in a round are those of the usual machine"
+            f" if all machines are equally fast; {options.steps_per_round} steps in a round are those of the median machine"
         )
     lines.append(f"# run directory: {run_dir.path}")
     return "\n".join(lines)
 
 
 def describe_traffic(cost: Cost) -> str:
-    """Describe what a worker sends in a step, and in the exchanges of a strategy that has few."""
-    said = f"a step sends {_amount(cost.bytes_sent)} of parameters and gradients from each worker"
+    """Describe the traffic of a worker in a step, and in the exchanges of a strategy that does not exchange every step."""
+    text = f"a step sends {_amount(cost.bytes_sent)} of parameters and gradients from each worker"
     if cost.bytes_at_once:
-        said += f", at most {_amount(cost.bytes_at_once)} at once"
+        text += f", at most {_amount(cost.bytes_at_once)} at once"
     if cost.bytes_at_end > cost.bytes_at_once:
-        said += f", and {_amount(cost.bytes_at_end)} in the last round"
-    return said + (", and activations, which are not counted here" if cost.activations_travel else "")
+        text += f", and {_amount(cost.bytes_at_end)} in the last round"
+    return text + (", and activations, which are not counted here" if cost.activations_travel else "")
 
 
 def _amount(sent: int) -> str:
@@ -124,12 +124,12 @@ def _seat(seat: SeatMemory, way: Activations) -> str:
     if peak is not None and seat.start > peak.at_peak.total:
         line += ", while the model is built"
     if seat.role == "server":
-        line += f"; journal: {size(seat.journal_step)} a step, up to {size(seat.journal_most)} of its disk"
+        line += f"; journal: {size(seat.journal_step)} a step, up to {size(seat.journal_limit)} of its disk"
     return f"{line} ({seat.note})" if seat.note else line
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as `0-3, 6`."""
+    """Format numbers as `0-3, 6`."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][-1] + 1:

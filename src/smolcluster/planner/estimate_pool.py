@@ -1,7 +1,7 @@
 """Estimate memory in parallel, in this process and a few children.
 
-    parent -> child   a line: the configuration, then one line for each rank: a choice, a rank, the ways
-    child -> parent   a line each: the estimate, or why there is none
+    parent -> child   a line with the configuration, then a line for each estimate: a choice, a rank, the ways
+    child -> parent   a line for each: the estimate, or the error
 
 Lines are JSON. A child exits at the end of its input.
 """
@@ -35,65 +35,65 @@ from smolcluster.tasks.find import find_task
 log = logging.getLogger(__name__)
 
 
-FEW = 3  # fewer choices take less time here than a child needs to start
+FEW = 3  # fewer choices are estimated in this process in less time than a child needs to start
 
 
 def forecast_all(
     workload: Workload,
-    asked: Sequence[Choice],
+    requested: Sequence[Choice],
     ways: Sequence[Activations],
     *,
     on_progress: Callable[[str, int, int], None] | None = None,
     processes: int | None = None,
 ) -> list[Forecast]:
-    """Return the forecasts of all choices, in order. `on_progress` gets the label of a finished one, their number, and all."""
-    num = min(processes or os.cpu_count() or 1, len(asked), 8)
+    """Return the forecasts of all choices, in order. `on_progress` gets a finished label and two counts: finished, all."""
+    num = min(processes or os.cpu_count() or 1, len(requested), 8)
     done = 0
     lock = threading.Lock()
-    alone: list[MemoryEstimate] = []  # of one worker by itself, which several choices need
+    alone: list[MemoryEstimate] = []  # of a single worker, which several choices need
     alone_lock = threading.Lock()
     idle: queue.SimpleQueue[EstimateRank] = queue.SimpleQueue()
 
-    def one(choice: Choice, ask: EstimateRank | None = None) -> Forecast:
+    def one(choice: Choice, estimate: EstimateRank | None = None) -> Forecast:
         nonlocal done
-        made = forecast(workload, choice, ways=ways, ask=ask)
+        made = forecast(workload, choice, ways=ways, estimate=estimate)
         with lock:
             done += 1
             if on_progress is not None:
-                on_progress(choice.label, done, len(asked))
+                on_progress(choice.label, done, len(requested))
         return made
 
-    def once(ask: EstimateRank, choice: Choice, rank: int, some: Sequence[Activations]) -> MemoryEstimate:
+    def once(estimate: EstimateRank, choice: Choice, rank: int, some: Sequence[Activations]) -> MemoryEstimate:
         if choice != ALONE:
-            return ask(choice, rank, some)
+            return estimate(choice, rank, some)
         with alone_lock:
             if not alone:
-                alone.append(ask(choice, rank, some))
+                alone.append(estimate(choice, rank, some))
             return alone[0]
 
     def on_idle(choice: Choice) -> Forecast:
-        ask = idle.get()
+        estimate = idle.get()
         try:
-            return one(choice, functools.partial(once, ask))
+            return one(choice, functools.partial(once, estimate))
         except SmolclusterError:
             raise
-        except Exception as error:  # a child that died or sent an invalid answer
+        except Exception as error:  # a child that died or sent an invalid response
             log.debug("a memory estimate failed", exc_info=error)
             raise SmolclusterError(f"a memory estimate failed: {type(error).__name__}: {error}") from error
         finally:
-            idle.put(ask)
+            idle.put(estimate)
 
-    if num == 1 or len(asked) < FEW:
-        return [one(choice) for choice in asked]
-    for choice in asked:  # import before threads start: two cannot import some of torch's modules at once
+    if num == 1 or len(requested) < FEW:
+        return [one(choice) for choice in requested]
+    for choice in requested:  # import before threads start: two cannot import some of torch's modules at once
         with contextlib.suppress(UserError):  # the forecast reports it
             section = StrategyConfig.model_validate({}).with_options(choice.options, name=choice.strategy)
             find_strategy(choice.strategy, choice.plane, read_options(section, plane=choice.plane)[0])
     with ThreadPoolExecutor(num) as pool, contextlib.ExitStack() as children:
-        for ask in [children.enter_context(_child(workload)) for _ in range(num - 1)]:
-            idle.put(ask)
+        for estimate in [children.enter_context(_child(workload)) for _ in range(num - 1)]:
+            idle.put(estimate)
         idle.put(functools.partial(estimate_rank, workload))
-        return list(pool.map(on_idle, asked))
+        return list(pool.map(on_idle, requested))
 
 
 @contextlib.contextmanager
@@ -109,30 +109,30 @@ def _child(workload: Workload) -> Iterator[EstimateRank]:
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    requests, answers, errors = process.stdin, process.stdout, process.stderr
+    requests, responses, errors = process.stdin, process.stdout, process.stderr
 
-    def ask(choice: Choice, rank: int, ways: Sequence[Activations]) -> MemoryEstimate:
+    def estimate(choice: Choice, rank: int, ways: Sequence[Activations]) -> MemoryEstimate:
         _write(requests, {"choice": dataclasses.asdict(choice), "rank": rank, "ways": list(ways)})
-        line = answers.readline()
+        line = responses.readline()
         if not line:
             last = errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-            raise SmolclusterError(f"a memory estimate ended without an answer: {last[0]}")
-        answer = json.loads(line)
-        if "user" in answer:
-            raise UserError(answer["user"])
-        if "cannot" in answer:
-            raise CannotEstimate(answer["cannot"])
-        return from_plain(answer)
+            raise SmolclusterError(f"a memory estimate ended without a result: {last[0]}")
+        response = json.loads(line)
+        if "user" in response:
+            raise UserError(response["user"])
+        if "cannot" in response:
+            raise CannotEstimate(response["cannot"])
+        return from_plain(response)
 
     try:
         with contextlib.suppress(BrokenPipeError):
             _write(requests, {"config": workload.config.model_dump(mode="json"), "ranks": len(workload.nodes)})
-        yield ask
+        yield estimate
     finally:
         requests.close()
         process.kill()
         process.wait()
-        answers.close()
+        responses.close()
         errors.close()
 
 
@@ -158,8 +158,8 @@ def from_plain(plain: dict[str, Any]) -> MemoryEstimate:
 
 def main() -> None:
     """Run a child process."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # a task may print; standard output is for answers
+    responses = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # a task may print; standard output is for responses
     requests = sys.stdin.buffer
     first = json.loads(requests.readline())
     config = Config.model_validate(first["config"])
@@ -169,12 +169,12 @@ def main() -> None:
         request = json.loads(line)
         ways = [Activations(*way) for way in request["ways"]]
         try:
-            answer = to_plain(estimate_rank(workload, Choice(**request["choice"]), request["rank"], ways))
+            response = to_plain(estimate_rank(workload, Choice(**request["choice"]), request["rank"], ways))
         except UserError as error:
-            answer = {"user": str(error)}
+            response = {"user": str(error)}
         except CannotEstimate as error:
-            answer = {"cannot": str(error)}
-        _write(answers, answer)
+            response = {"cannot": str(error)}
+        _write(responses, response)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A group without other ranks, for memory estimates: every collective completes at once and moves nothing."""
+"""A process group without other ranks, for memory estimates: every collective completes at once and sends nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FakeGroup(Group):
     backend = "fake"
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        """`ranks` are those of the whole world; `rank` is a place among them."""
+        """`ranks` are ranks of the world; `rank` is an index into them."""
         self.rank, self.size = rank, len(ranks)
         self.traffic = Traffic()
         self._ranks = list(ranks)
@@ -58,7 +58,7 @@ class FakeGroup(Group):
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[FakeGroup]:
-    """Make torch's fake process group, which DTensor and pipelines use, and ours."""
+    """Set up torch's fake process group, which DTensor and pipelines use, and return a FakeGroup."""
     if dist.is_initialized():
         raise SmolclusterError("a memory estimate needs a process that belongs to no group")
     hook = sys.excepthook  # torch replaces it, to print the rank
@@ -76,7 +76,7 @@ def fake_world(rank: int, size: int) -> Iterator[FakeGroup]:
 
 
 def _forget_meshes() -> None:
-    """Clear the caches of DTensor, which would take the next mesh of this shape for the same."""
+    """Clear the caches of DTensor, which would confuse the next mesh of this shape with the last."""
     from torch.distributed.tensor import debug
 
     for name in (

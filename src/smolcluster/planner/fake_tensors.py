@@ -1,10 +1,10 @@
 """Run code on fake tensors: additions to torch's FakeTensorMode.
 
-- a number that is read from a fake tensor is 0, a flag is false
-- operations on real tensors run as usual, such as those of a device mesh
+- a number that is read from a fake tensor is 0, a bool is false
+- operations on real tensors are executed, such as those of a device mesh
 - pipeline stages do not exchange shapes
 - `module.to(...)` makes new parameters
-- `OutputCache` avoids the 150 microseconds that torch needs to find what an operation returns
+- `OutputCache` avoids the 150 microseconds that torch needs to infer the output of an operation
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _FakeOutput(NamedTuple):
 
 
 class OutputCache:
-    """A cache of what operations return, by the metadata of their arguments.
+    """A cache of the outputs of operations, by the metadata of their arguments.
 
     Not cached: an operation that depends on values, changes an argument's metadata or is not part of ATen.
     """
@@ -79,19 +79,19 @@ class OutputCache:
         self._known: dict[Hashable, tuple[type, list[_FakeOutput | None]]] = {}
         self._cacheable: dict[Any, bool] = {}
 
-    def find(self, fake: Any, func: Any, args: Any, kwargs: Any, ask: Callable[[], Any]) -> Any:
-        """Return the result of an operation; `ask` calls torch."""
+    def find(self, fake: Any, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Return the result of an operation; `run` calls torch."""
         if func not in self._cacheable:
             self._cacheable[func] = func.namespace == "aten" and self._UNCACHED.isdisjoint(func.tags)
         tensors: list[FakeTensor] = []
         key = _key(func, args, kwargs, tensors, fake) if self._cacheable[func] else None
         if key is None or not tensors:
-            return ask()
+            return run()
         if key in self._known:
             kind, known = self._known[key]
             made = [None if output is None else output.make(fake, tensors) for output in known]
             return kind(made) if kind in (tuple, list) else made[0]
-        result = ask()
+        result = run()
         outputs = list(result) if isinstance(result, tuple | list) else [result]
         if (
             all(o is None or (type(o) is FakeTensor and o.constant is None) for o in outputs)
@@ -110,7 +110,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _key(func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor], fake: Any) -> Hashable | None:
-    """Return the cache key; None where an argument is neither a fake tensor without a value nor a plain value."""
+    """Return the cache key; None if an argument is neither a fake tensor without a value nor a plain value."""
     key: list[Any] = [func, torch.get_default_dtype()]
     return tuple(key) if _describe((args, *kwargs.items()), key, tensors, fake) else None
 
@@ -144,7 +144,7 @@ def no_warnings() -> Iterator[None]:
 
 @contextmanager
 def no_shape_exchange() -> Iterator[None]:
-    """Let newer pipeline stages assume that all ranks know all shapes, instead of asking them."""
+    """Let newer pipeline stages assume that all ranks know all shapes, instead of exchanging them."""
     from torch.distributed.pipelining import PipelineStage
 
     name = "_warmup_backward_result"
@@ -161,7 +161,7 @@ def no_shape_exchange() -> Iterator[None]:
 
 @contextmanager
 def replaced_parameters() -> Iterator[None]:
-    """Let `module.to(...)` make new parameters: fake ones cannot always be changed in place, as torch does."""
+    """Let `module.to(...)` make new parameters: torch changes them in place, which is not always possible for fake ones."""
     before = nn.Module._apply
     nn.Module._apply = _apply  # type: ignore[method-assign]
     try:

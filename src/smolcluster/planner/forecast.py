@@ -1,7 +1,7 @@
-"""Forecast the memory that every strategy needs, and which strategies fit.
+"""Forecast the memory of every strategy, and which strategies fit. A seat is the role and place of a rank in a strategy.
 
 mesh plane       an estimate (memory_estimate.py) of each kind of seat: the first and the last stage of a pipeline, one of
-                 equal ranks
+                 several equal ranks
 elastic plane    weights, gradients and optimizer state by the formula (`Strategy.plan`), activations as estimated for one
                  worker
 If the estimate fails, the formula without activations is used, with a note.
@@ -32,7 +32,7 @@ from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 
 WAYS = (Activations(), Activations(True, False), Activations(False, True))
-UNPICKED = "strategy.preset is picked by the measured link when the run begins; shown without one"
+UNPICKED = "strategy.preset is chosen by the measured link when the run begins; shown without a preset"
 EstimateRank = Callable[[Choice, int, Sequence[Activations]], MemoryEstimate]
 
 
@@ -42,15 +42,15 @@ class SeatMemory:
 
     ranks: list[int]
     role: str
-    states: MemoryUse  # the most of each kind at any moment
+    states: MemoryUse  # the peak of each kind
     ways: dict[Activations, Peak]  # empty: not estimated
-    start: int = 0  # the most while the model is built and sharded
-    note: str = ""  # what is not estimated, and why
+    start: int = 0  # peak while the model is built and sharded
+    note: str = ""  # which part is not estimated, and why
     journal_step: int = 0  # bytes that a server writes to disk in every step
-    journal_most: int = 0  # the most bytes of its journal on disk
+    journal_limit: int = 0  # maximum size of its journal on disk
 
     def peak(self, way: Activations) -> int:
-        """Return the most bytes, of a step or of `setup`."""
+        """Return the peak in bytes, of a step or of `setup`."""
         step = self.ways[way].at_peak.total if way in self.ways else self.states.total
         return max(step, self.start)
 
@@ -63,7 +63,7 @@ class Forecast:
     cannot: str = ""  # why it cannot run
 
     def peak(self, way: Activations) -> int:
-        """Return the peak of the worker that needs most."""
+        """Return the peak of the worker with the largest."""
         return max((seat.peak(way) for seat in self.seats if seat.role == "worker"), default=0)
 
     def worst(self, way: Activations) -> SeatMemory:
@@ -79,7 +79,7 @@ class MemoryPlan:
     parameters: int
     ranks: int
     device: str
-    limit: int  # bytes that the tensors of one rank may take
+    limit: int  # bytes available for the tensors of one rank
     limit_source: str  # an explanation of that number
     configured: Activations
     rows: list[Forecast]
@@ -89,7 +89,7 @@ class MemoryPlan:
 
     @property
     def recommended(self) -> tuple[Forecast, Activations] | None:
-        """The first that fits, as configured or else with checkpointing."""
+        """The first forecast that fits, as configured or else with checkpointing."""
         for way in (self.configured, self.configured._replace(checkpointing=True)):
             for row in self.rows:
                 if (way in row.ways or way == self.configured) and self.fits(row, way):
@@ -103,7 +103,7 @@ class Workload:
 
     config: Config
     task: Task
-    part: Callable[[int], Any]  # a micro-batch of so many samples
+    part: Callable[[int], Any]  # returns a micro-batch of the given number of samples
     shape: Shape
     device: torch.device
     nodes: Sequence[Node]
@@ -127,7 +127,7 @@ class Workload:
         )
 
     def with_choice(self, choice: Choice) -> PlannedRun:
-        """Return the run with this choice. Raises UserError where the strategy cannot run."""
+        """Return the run with this choice. Raises UserError if the strategy cannot run."""
         section = self.config.strategy.with_options(choice.options, name=choice.strategy)
         # A run measures it at its start; for equal machines it is about even.
         if section.given().get("layer_distribution") == "auto":
@@ -159,16 +159,16 @@ def forecast(
     *,
     ways: Sequence[Activations],
     every_seat: bool = False,
-    ask: EstimateRank | None = None,
+    estimate: EstimateRank | None = None,
 ) -> Forecast:
-    """Forecast one choice. `ask` estimates one rank, perhaps in another process."""
-    ask = ask or (lambda c, rank, w: estimate_rank(workload, c, rank, w))
+    """Forecast one choice. `estimate` estimates one rank, possibly in another process."""
+    estimate = estimate or (lambda c, rank, w: estimate_rank(workload, c, rank, w))
     try:
         run = workload.with_choice(choice)
         if choice.plane == "elastic":
-            seats = _elastic_seats(workload, run, ways, ask)
+            seats = _elastic_seats(workload, run, ways, estimate)
         else:
-            seats = _mesh_seats(choice, run, ways, ask, every_seat)
+            seats = _mesh_seats(choice, run, ways, estimate, every_seat)
         if run.options.picks_preset:
             seats = [dataclasses.replace(seat, note=f"{seat.note}; {UNPICKED}".lstrip("; ")) for seat in seats]
         return Forecast(choice=choice, seats=seats, costs=run.placement.costs)
@@ -185,15 +185,15 @@ def _mesh_seats(
     choice: Choice,
     run: PlannedRun,
     ways: Sequence[Activations],
-    ask: EstimateRank,
+    estimate: EstimateRank,
     every_seat: bool,
 ) -> list[SeatMemory]:
     found = []
-    for alike in alike_seats(run, every_seat=every_seat):
-        rank = alike[0].rank
-        ranks = sorted(seat.rank for seat in alike)
+    for group in equal_seats(run, every_seat=every_seat):
+        rank = group[0].rank
+        ranks = sorted(seat.rank for seat in group)
         try:
-            seen = ask(choice, rank, ways)
+            seen = estimate(choice, rank, ways)
         except CannotEstimate as error:
             note = f"activations are not known: the memory estimate failed ({error})"
             states = _by_formula(run.placement.cost)
@@ -206,8 +206,8 @@ def _mesh_seats(
     return found
 
 
-def alike_seats(run: PlannedRun, *, every_seat: bool) -> list[list[Seat]]:
-    """Return the groups of equal seats, each by memory, largest first; of a pipeline the ends only, unless `every_seat`."""
+def equal_seats(run: PlannedRun, *, every_seat: bool) -> list[list[Seat]]:
+    """Return groups of equal seats, each sorted by memory, largest first; of a pipeline only both ends, unless `every_seat`."""
     groups: dict[tuple[int, int], list[Seat]] = {}
     for seat in run.placement.seats:
         groups.setdefault((seat.coords.get("pp", 0), run.nodes[seat.rank].batch_size), []).append(seat)
@@ -224,13 +224,13 @@ def _elastic_seats(
     workload: Workload,
     run: PlannedRun,
     ways: Sequence[Activations],
-    ask: EstimateRank,
+    estimate: EstimateRank,
 ) -> list[SeatMemory]:
-    """Return the states by the formula, with the activations of one worker by itself."""
+    """Return the states by the formula, with the activations of a single worker."""
     states = _by_formula(run.placement.cost)
     workers = [seat.rank for seat in run.placement.seats if seat.role == "worker"]
     try:
-        alone = ask(ALONE, 0, ways).ways
+        alone = estimate(ALONE, 0, ways).ways
         peaks = {way: _with_activations(states, peak) for way, peak in alone.items()}
         note = "by the formula, with the activations of one worker"
     except CannotEstimate as error:
@@ -252,7 +252,7 @@ def _elastic_seats(
                 ways=every,
                 note="by the formula",
                 journal_step=serving.journal_bytes,
-                journal_most=disk_bound(
+                journal_limit=disk_bound(
                     state_bytes=state if serving.journal_bytes else 0, record_bytes=serving.journal_bytes
                 ),
             )
@@ -271,7 +271,7 @@ def _with_activations(states: MemoryUse, alone: Peak) -> Peak:
 
 
 def limit_per_rank(device: torch.device, num_ranks: int, given: int | None) -> tuple[int, str]:
-    """Return the most bytes for the tensors of one rank, and an explanation. `given`: memory of a rank."""
+    """Return the bytes available for the tensors of one rank, and an explanation. `given`: memory of a rank."""
     process = PROCESS_BYTES.get(device.type, PROCESS_BYTES["cpu"]) + workspace_bytes(device)
     if given is not None:
         return given - process, f"{size(given)} for each rank, as given, less {size(process)} for its process"

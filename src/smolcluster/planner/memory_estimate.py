@@ -6,7 +6,7 @@
     a record of every storage                            compute/memory_tracker.py
 
 Nothing is computed: it takes about a second for a model of twelve layers of any width. Numbers that are read from a tensor are
-0, flags are false; a model whose shapes depend on them raises `CannotEstimate`.
+0, bools are false; a model whose shapes depend on them raises `CannotEstimate`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class CannotEstimate(SmolclusterError):
 
 
 class Activations(NamedTuple):
-    """How activations are made."""
+    """How activations are computed and stored."""
 
-    checkpointing: bool = False  # recomputed in backward, where the model supports it
-    plain_attention: bool = False  # with the whole matrix of scores; else the kernel that torch chooses
+    checkpointing: bool = False  # recomputed in backward, if the model supports it
+    plain_attention: bool = False  # with the full matrix of scores; else the kernel that torch chooses
 
     def __str__(self) -> str:
         words = ["checkpointing"] * self.checkpointing + ["plain attention"] * self.plain_attention
@@ -58,7 +58,7 @@ class Activations(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    start: int  # the most bytes while the model was built and sharded
+    start: int  # peak in bytes while the model was built and sharded
     states: MemoryUse  # at the end of a step, with complete gradients and without activations
     ways: dict[Activations, Peak]  # of a step, when the optimizer has its state
 
@@ -105,7 +105,7 @@ def estimate_memory(run: PlannedRun, *, rank: int, part: Any, ways: Sequence[Act
             return _run(run, context, tracker, part, ways)
         except SmolclusterError:
             raise
-        except Exception as error:  # torch or the model may raise anything on tensors without values
+        except Exception as error:  # of any kind: torch and the model may depend on values of tensors
             log.debug("the memory estimate failed", exc_info=error)
             raise CannotEstimate(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
 
@@ -117,7 +117,7 @@ def _run(
     parts = [part] * min(2, context.config.training.grad_accumulation)  # more would need no more memory
     strategy = run.strategy(run.options, context)
     strategy.setup(run.task)
-    # In its first step DTensor computes shapes on tensors that the tracker would count.
+    # In its first step DTensor computes shapes with tensors that would be counted.
     warm = any(isinstance(parameter, DTensor) for parameter in strategy.replica.model.parameters())
     return measure_steps(strategy, tracker, parts, ways, warm=warm)
 
@@ -193,7 +193,7 @@ def _using(model: nn.Module, way: Activations) -> Iterator[None]:
 
 
 def _without_values(config: Config) -> Config:
-    """Turn off what reads values: fp16 reads gradients (bf16 has the same size and does not), and compiled code."""
+    """Turn off features that read values of tensors: fp16 (bf16 has the same size and reads none), and compilation."""
     config = config.model_copy(deep=True)
     if config.training.precision == "fp16":
         config.training.precision = "bf16"

@@ -1,6 +1,6 @@
 """Print a memory estimate of every strategy: a table, a bar for each, and a recommendation.
 
-The input is what `plan --memory --json` prints.
+The input is the output of `plan --memory --json`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def show_memory(plan: Mapping[str, Any], stream: IO[str] | None = None) -> None:
 
 
 def _server(name: str, seat: Mapping[str, Any]) -> str:
-    step, most = size(seat["journal_step_bytes"]), size(seat["journal_bytes"])
-    return f"the server of {name}: {size(seat['peak_bytes'])} of memory; its journal writes {step} a step, up to {most} of disk"
+    step, total = size(seat["journal_step_bytes"]), size(seat["journal_bytes"])
+    memory = f"{size(seat['peak_bytes'])} of memory"
+    return f"the server of {name}: {memory}; its journal writes {step} a step, up to {total} of disk"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -90,8 +91,7 @@ def _fits(row: Mapping[str, Any]) -> str:
 
 def _bars(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Table:
     """Draw the peak of each strategy; the mark is the memory limit."""
-    most = max([row["peak_bytes"] for row in rows] + [1])
-    scale = BAR / most
+    scale = BAR / max([row["peak_bytes"] for row in rows] + [1])
     grid = Table(box=None, pad_edge=False, show_header=False)
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True)
@@ -116,7 +116,7 @@ def _bar(held: Mapping[str, int], scale: float, limit: int) -> Text:
 
 
 def largest_worker(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the worker that needs most memory."""
+    """Return the worker with the highest peak memory."""
     workers = [seat for seat in row["seats"] if seat["role"] == "worker"]
     return max(workers, key=lambda seat: int(seat["peak_bytes"]))
 

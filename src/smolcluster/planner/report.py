@@ -1,4 +1,4 @@
-"""Make the plan that `smolcluster plan --memory` shows, as plain values."""
+"""Compute the plan of `smolcluster plan --memory`, as plain values."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def plan_memory(
     limit: str | None = None,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Return the memory of each strategy on so many ranks, and which fit. `only`: names of strategies."""
+    """Return the memory of each strategy on this number of ranks, and which fit. `only`: names of strategies."""
     limit_bytes = None if limit is None else parse_size(limit, what="--limit")
-    asked = choose(config, ranks=ranks, plane=plane, only=only)
+    requested = choose(config, ranks=ranks, plane=plane, only=only)
     device = choose_device(config.training.device)
     workload = Workload.open(config, find_task(config), num_ranks=ranks, device=device)
     configured = Activations(checkpointing=config.training.gradient_checkpointing)
     ways = [configured, *(way for way in WAYS if way != configured)]
-    most, source = limit_per_rank(device, ranks, limit_bytes)
+    available, source = limit_per_rank(device, ranks, limit_bytes)
     plan = MemoryPlan(
         parameters=workload.shape.parameters,
         ranks=ranks,
         device=str(device),
-        limit=most,
+        limit=available,
         limit_source=source,
         configured=configured,
-        rows=forecast_all(workload, asked, ways, on_progress=on_progress),
+        rows=forecast_all(workload, requested, ways, on_progress=on_progress),
     )
     return to_dict(plan)
 
 
 def choose(config: Config, *, ranks: int, plane: str, only: Sequence[str]) -> list[Choice]:
-    """Return the named strategies, or all; first the configured one if it has options of its own."""
+    """Return the named strategies, or all; first the configured one if the configuration sets options of it."""
     names = [check_name(name) for name in only]
     found = [choice for choice in choices(ranks, every=bool(only)) if not names or choice.strategy in names]
     known = {choice.strategy for choice in found}
@@ -107,7 +107,7 @@ def _seat(seat: SeatMemory, configured: Activations) -> dict[str, Any]:
         "peak_bytes": seat.peak(configured),
         "note": seat.note,
         "journal_step_bytes": seat.journal_step,
-        "journal_bytes": seat.journal_most,
+        "journal_bytes": seat.journal_limit,
         "ways": [
             {
                 "checkpointing": way.checkpointing,

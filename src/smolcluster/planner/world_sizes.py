@@ -1,10 +1,10 @@
 """Plan a run for several world sizes with the same samples per step.
 
-A run that loses workers keeps its loss curve: the others read their samples too. They take more micro-steps, so that none needs
-more memory than before; where the numbers do not divide, larger ones.
+A run that loses workers keeps its loss curve: the remaining workers read the samples of the lost ones. They take more
+micro-steps, so that none needs more memory than before; if the samples cannot be divided evenly, larger micro-batches.
 
-The launcher imports no torch. It runs `python -m smolcluster.planner.world_sizes`: a configuration and the sizes as a line of
-JSON in, a plan for each size out.
+The launcher imports no torch. It runs `python -m smolcluster.planner.world_sizes`, which reads a configuration and the sizes as
+a line of JSON and writes a plan for each size.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 
 def plans(config: Config, sizes: Iterable[int]) -> dict[int, Config | UserError]:
-    """Return the configuration for each size, or why it cannot run. The largest possible size sets the samples of a step."""
+    """Return the configuration for each size, or why it cannot run. The largest possible one sets the samples per step."""
     sizes = sorted(sizes)
     model = _model(config)
-    most = _largest(config, sizes, model)
+    largest = _largest(config, sizes, model)
     found: dict[int, Config | UserError] = {}
     for size in sizes:
         try:
-            found[size] = _fit(_shared_out(most, size), size, model)
+            found[size] = _fit(_with_workers(largest, size), size, model)
         except UserError as error:
             found[size] = error
     return found
@@ -56,7 +56,7 @@ def _largest(config: Config, sizes: list[int], model: nn.Module | None) -> Confi
 
 
 def _fit(config: Config, size: int, model: nn.Module | None) -> Config:
-    """Return the configuration if it can run on so many workers; else raise UserError."""
+    """Return the configuration if it can run on this number of workers; else raise UserError."""
     nodes = [Node(name=f"worker-{r}", batch_size=batch_size_of(config, r)) for r in range(size)]
     place(config, nodes, None if model is None else Shape.of(model, config.training))
     return config
@@ -67,20 +67,20 @@ def _model(config: Config) -> nn.Module | None:
     try:
         with torch.device("meta"):
             return find_task(config).model()
-    except Exception as error:  # noqa: BLE001 - the user's own code
+    except Exception as error:  # noqa: BLE001 - code of the user
         log.debug("the model cannot be built on the meta device: %s: %s", type(error).__name__, error)
         return None
 
 
 def place(config: Config, nodes: Sequence[Node], shape: Shape | None = None, *, plane: str | None = None) -> Placement:
-    """Return the placement of ranks on these nodes. Raises UserError where the strategy refuses them."""
+    """Return the placement of ranks on these nodes. Raises UserError if the strategy cannot run on them."""
     options, _ = read_options(config.strategy, plane=plane)
     strategy = find_strategy(config.strategy.name, plane, options)
     return strategy.plan(options, nodes, shape).checked()
 
 
-def _shared_out(config: Config, size: int) -> Config:
-    """Return a copy in which `size` workers read the samples of cluster.num_workers in a step."""
+def _with_workers(config: Config, size: int) -> Config:
+    """Return a copy in which `size` workers read the same samples per step as cluster.num_workers did."""
     if config.cluster.batch_size:
         return config  # batch sizes per host stay
     training = config.training
@@ -121,18 +121,18 @@ def describe(config: Config, sizes: Iterable[int]) -> str:
 
 
 def main() -> None:
-    asked: dict[str, Any] = json.loads(sys.stdin.readline())
-    config = Config.model_validate(asked["config"])
+    request: dict[str, Any] = json.loads(sys.stdin.readline())
+    config = Config.model_validate(request["config"])
     try:
-        found = plans(config, asked["sizes"])
+        found = plans(config, request["sizes"])
     except UserError as error:
         print(json.dumps({"error": str(error)}))
         return
-    answer = {
+    response = {
         size: {"error": str(plan)} if isinstance(plan, UserError) else {"config": plan.model_dump(mode="json")}
         for size, plan in found.items()
     }
-    print(json.dumps({"plans": answer}))
+    print(json.dumps({"plans": response}))
 
 
 if __name__ == "__main__":

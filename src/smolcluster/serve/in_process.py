@@ -1,4 +1,4 @@
-"""A model in this process, without machines or a server: the simplest `Engine`.
+"""A model in this process, without stages or a server: the simplest `Engine`.
 
     prompt ── all layers ──> logits ── sample ──> token ── all layers ──> logits ...
 
@@ -28,7 +28,7 @@ CHUNK = 512  # prompt tokens in one step
 
 
 class InProcessEngine:
-    """An `Engine` that has all layers itself."""
+    """An `Engine` with all layers in this process."""
 
     def __init__(self, source: ModelSource, *, device: torch.device, dtype: torch.dtype) -> None:
         config, layers = source.config, range(source.config.num_layers)
@@ -54,8 +54,8 @@ class InProcessEngine:
             for left in reversed(range(request.max_tokens)):
                 while cached < len(tokens):
                     new = tokens[cached : cached + CHUNK]
-                    answer = cached + len(new) == len(tokens)  # the head is expensive: for the last chunk only
-                    row = Row(sequence=number, start=cached, count=len(new), answer=answer)
+                    last = cached + len(new) == len(tokens)  # the head is expensive: for the last chunk only
+                    row = Row(sequence=number, start=cached, count=len(new), logits=last)
                     logits_1V = self._model.run([row], torch.tensor(new))
                     cached += len(new)
                 try:
@@ -93,16 +93,16 @@ class InProcessClient:
             except BadRequest as error:
                 raise UserError(str(error)) from error
             if not stream:
-                (whole,) = runner.run(self._service.whole(job))
-                yield AnswerChunk(text=whole.text, finish=whole.finish, tokens=job.usage.completion_tokens)
+                (choice,) = runner.run(self._service.complete(job))
+                yield AnswerChunk(text=choice.text, finish=choice.finish, tokens=job.usage.completion_tokens)
                 return
-            pieces = self._service.stream(job)
+            chunks = self._service.stream(job)
             try:
-                while (piece := runner.run(_next(pieces))) is not None:
-                    yield AnswerChunk(text=piece.text, finish=piece.finish, tokens=job.usage.completion_tokens)
+                while (chunk := runner.run(_next(chunks))) is not None:
+                    yield AnswerChunk(text=chunk.text, finish=chunk.finish, tokens=job.usage.completion_tokens)
             finally:
-                runner.run(pieces.aclose())
+                runner.run(chunks.aclose())
 
 
-async def _next(pieces: AsyncGenerator[Any, None]) -> Any:
-    return await anext(pieces, None)
+async def _next(chunks: AsyncGenerator[Any, None]) -> Any:
+    return await anext(chunks, None)

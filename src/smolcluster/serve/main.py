@@ -40,8 +40,8 @@ from smolcluster.stopping import stop_signals
 
 log = logging.getLogger(__name__)
 
-PORT = 65433  # the front, for stages on other machines
-READY_S = 600.0
+PORT = 65433  # of the front, for stages on other machines
+LOAD_TIMEOUT_S = 600.0
 TEMPERATURE, TOP_P = 0.6, 0.9  # defaults
 
 
@@ -142,7 +142,7 @@ async def _serve(
     *,
     alone: bool,
 ) -> None:
-    """Serve; clients get 503 until the model is loaded. With `alone` no other machine will join: stop if our stages fail."""
+    """Serve; clients get 503 until the model is loaded. With `alone` no other machine will join: stop if local stages fail."""
     failed = asyncio.Event()
     loading: list[asyncio.Task[None]] = []
 
@@ -150,7 +150,7 @@ async def _serve(
         try:
             if alone:
                 await wait_until_loaded(front)
-        except Exception:  # of any kind: else the server would seem to load for ever
+        except Exception:  # of any kind: else the server would seem to load forever
             failed.set()
             raise
         ready(url)
@@ -222,7 +222,7 @@ def _front(
                 model_name=client_model_name(options.model),
                 defaults=defaults,
                 limits=service_limits(options),
-                openings=source.openings(),
+                example_prompts=source.example_prompts(),
             ),
         )
 
@@ -238,10 +238,10 @@ def _stage_arguments(options: ServeOptions, source: ModelSource, host: str, *, t
 
 
 def service_limits(options: ServeOptions) -> ServiceLimits:
-    """Return limits that let as many sequences wait as run."""
-    usual = ServiceLimits()
-    sequences = max(usual.sequences, 2 * options.concurrency)
-    return replace(usual, sequences=sequences, requests=max(usual.requests, sequences))
+    """Return limits with room for the running sequences and the same number of queued ones."""
+    defaults = ServiceLimits()
+    sequences = max(defaults.sequences, 2 * options.concurrency)
+    return replace(defaults, sequences=sequences, requests=max(defaults.requests, sequences))
 
 
 def load_in_process(model: str, device: str | None) -> InProcessClient:
@@ -259,11 +259,11 @@ def client_model_name(model: str) -> str:
 
 async def wait_until_loaded(front: Front) -> None:
     """Wait until all layers are loaded. Raises SmolclusterError with the problems."""
-    until = time.monotonic() + READY_S
+    until = time.monotonic() + LOAD_TIMEOUT_S
     while not front.wait_ready(0.0):
         problems = [] if front.loading else front.problems()  # else a spare may take over
         if problems or time.monotonic() > until:
-            raise SmolclusterError("; ".join(problems) or f"the model was not loaded in {READY_S:g} s")
+            raise SmolclusterError("; ".join(problems) or f"the model was not loaded in {LOAD_TIMEOUT_S:g} s")
         await asyncio.sleep(0.1)
 
 
@@ -281,7 +281,7 @@ class StageProcessOptions:
     device: str | None = None
     dtype: str | None = None
     memory: str | None = None
-    files: Path | None = None  # that the front may name
+    files: Path | None = None  # from which the front may request weights
     threads: int | None = None
     bind: str | None = None
     port: int = 0

@@ -1,4 +1,4 @@
-"""Tasks: a model, its loss and its data. A user's own task is a subclass of `Task`.
+"""Tasks: a model, its loss and its data. A user's task is a subclass of `Task`.
 
 base.py   the interface
 gpt.py    next-token prediction

@@ -1,7 +1,7 @@
 """The interface of a task: a model, its loss and its data.
 
-A user's own task is a subclass in their own file, started with `smolcluster train my_task.py:MyTask`. Three methods are
-required; the rest have defaults. A task does not depend on the number of machines.
+A user's task is a subclass in the user's file, started with `smolcluster train my_task.py:MyTask`. Three methods are required;
+the others have defaults. A task does not depend on the number of machines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smolcluster.errors import UserError
 
 
 class Task(ABC):
-    """Subclass this. `self.config` is the resolved configuration."""
+    """Base class of tasks. `self.config` is the resolved configuration."""
 
     tokens_per_sample: int = 0  # for throughput; 0 if samples are not tokens
     perplexity: bool = False  # report exp(val_loss)
@@ -56,18 +56,18 @@ class Task(ABC):
         """Return the denominator of `loss`'s mean: how many targets of this batch count. None: its number of samples.
 
         By default the entries of `targets` that are not -100. Parts of a step are weighted by it, so that the loss of a step is
-        the mean over all its counted targets, however it is divided. It must depend on the batch alone, and be None always or
+        the mean over all its counted targets, however it is divided. It must depend only on the batch, and be None always or
         never.
         """
         targets = self.targets(batch)
         return None if targets is None else (targets != -100).sum()
 
     def targets(self, batch: Any) -> Tensor | None:
-        """Return the targets of `loss`, of which entries equal to -100 are ignored. None: all samples count alike."""
+        """Return the targets of `loss`, of which entries equal to -100 are ignored. None: all samples have the same weight."""
         return None
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer, by default that of `training.optimizer`. The schedule scales its learning rates."""
+        """Return the optimizer, by default the one of `training.optimizer`. The schedule scales its learning rates."""
         return make_optimizer(model, self.config.training)
 
     def sample(self, model: nn.Module) -> tuple[str, str] | None:

@@ -14,7 +14,7 @@ from smolcluster.tasks.base import Task
 
 
 def find_task(config: Config, *, progress: Progress | None = None) -> Task:
-    """Return the user's own task if one is named; otherwise by the data: classification of MNIST, or language modelling."""
+    """Return the user's task if one is named; otherwise by the data: classification of MNIST, or language modelling."""
     if config.task is not None:
         return load_task_class(config.task)(config)
     if config.data.name == "mnist":
@@ -46,7 +46,7 @@ def load_task_class(spec: str) -> type[Task]:
     sys.modules[module_spec.name] = module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:  # the user's own code: it may raise anything
+    except Exception as error:  # code of the user: it may raise anything
         frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
         line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
         place = f"{path}, line {line}" if line else str(path)

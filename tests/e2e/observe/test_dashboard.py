@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from tests.dashboard_client import Viewer, get
-from tests.e2e.browser import CHROMIUM, chromium, lone_page, pages, until
+from tests.e2e.browser import CHROMIUM, chromium, pages, until
 from tests.e2e.command import TINY, Running, Smol, read_rows
 from tests.places import at_most, eventually
 from tests.server_thread import served
@@ -98,12 +98,6 @@ def url(smol: Smol, folder: Path) -> Iterator[str]:
 def browser() -> Iterator[Any]:
     with chromium("--host-resolver-rules=MAP rebound.example 127.0.0.1") as started:
         yield started
-
-
-@pytest.fixture
-def lone(browser: Any) -> Iterator[Any]:
-    with lone_page(browser) as page:
-        yield page
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tests.e2e.command import TINY, Smol
 from tests.unit.strict_loki import StrictLoki, every_line_once
 from tests.world import ElasticWorld, run_elastic_world, run_world
 
-from smolcluster.observe.loki import push_rest
+from smolcluster.observe.loki import push_unsent
 
 CONFIG = {"training.steps": 6, "training.batch_size": 8, "logging.level": "DEBUG", "logging.log_interval": 2}
 
@@ -41,7 +41,7 @@ def check(loki: StrictLoki, run_dir: Path, hosts: set[str]) -> None:
 def test_a_run_on_the_mesh_plane(loki: StrictLoki, tmp_path: Path) -> None:
     loki.plan += [500, "lose the answer", 429, "hang up"]
     run_world(2, tmp_path / "run", CONFIG | {"logging.loki_url": loki.url}, task="Tiny")
-    push_rest(tmp_path / "run", loki.url)  # of a process whose last try met a fault
+    push_unsent(tmp_path / "run", loki.url)  # of a process whose last try met a fault
     check(loki, tmp_path / "run", {"worker-rank0-testhost", "worker-rank1-testhost"})
     assert not loki.plan
 
@@ -57,13 +57,13 @@ def test_a_run_on_the_elastic_plane_with_a_worker_and_a_server_killed(loki: Stri
     config = CONFIG | {"training.steps": 400, "logging.loki_url": loki.url}
     world = run_elastic_world(2, tmp_path / "run", config, task="Tiny", script=script)
     assert world.statuses == {"server": 0, 0: 0, 1: 0}
-    push_rest(tmp_path / "run", loki.url)
+    push_unsent(tmp_path / "run", loki.url)
     check(loki, tmp_path / "run", {"server-testhost", "worker-rank0-testhost", "worker-rank1-testhost"})
 
 
 def test_a_clean_run_leaves_nothing_to_send(loki: StrictLoki, tmp_path: Path) -> None:
     run_world(2, tmp_path / "run", CONFIG | {"logging.loki_url": loki.url}, task="Tiny")
-    assert push_rest(tmp_path / "run", loki.url).lines == 0
+    assert push_unsent(tmp_path / "run", loki.url).lines == 0
     check(loki, tmp_path / "run", {"worker-rank0-testhost", "worker-rank1-testhost"})
 
 

@@ -41,27 +41,9 @@ PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobil
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Fake]:
-    with serving(Fake()) as fake:
-        yield fake
-
-
-@pytest.fixture
-def fake(server: Fake) -> Fake:
-    server.reset()
-    return server
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with chromium() as started:
         yield started
-
-
-@pytest.fixture
-def lone(browser: Any) -> Iterator[Any]:
-    with lone_page(browser) as page:
-        yield page
 
 
 @pytest.fixture
@@ -680,10 +662,10 @@ DRAW = """async (source) => {
 
 
 @pytest.fixture(scope="module")
-def drawing(server: Fake, browser: Any) -> Iterator[Any]:
+def drawing(fake_server: Fake, browser: Any) -> Iterator[Any]:
     """A page to draw on."""
     with lone_page(browser) as page:
-        page.goto(server.url)
+        page.goto(fake_server.url)
         yield page
 
 

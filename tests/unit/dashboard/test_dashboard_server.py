@@ -176,13 +176,13 @@ def test_who_looks_at_a_run_that_cannot_be_followed_is_not_told_that_it_is_live(
 
         monkeypatch.setattr(channel.reader, "poll", poll)
         async with asyncio.timeout(60):
-            async for frame in channel.frames(None):
+            async for frame in channel.events(None):
                 if b"event: beat" in frame:
                     broken.set()
             assert broken.is_set(), "it was alive, and then the stream ended"
             broken.clear()
             write_rows(folder / "new", row(6, loss=0.25))
-            again = channel.frames(None)
+            again = channel.events(None)
             async for frame in again:
                 if b'"loss":0.25' in frame:
                     break
@@ -209,12 +209,12 @@ def test_what_a_script_asked_for_is_told_to_a_viewer_once(folder: Path, monkeypa
     async def look() -> None:
         channel = await hub.Hub(RunFolder(folder)).channel("new")
         async with asyncio.timeout(60):
-            await until_frame(channel.frames(None), b"event: snapshot")
+            await until_frame(channel.events(None), b"event: snapshot")
             write_rows(folder / "new", row(6))
-            await until_frame(channel.frames(None), b"event: changes")  # the snapshot that is kept is an old one now
+            await until_frame(channel.events(None), b"event: changes")  # the snapshot that is kept is an old one now
             write_rows(folder / "new", row(7, loss="nan"))
             assert (await channel.snapshot())["events"][-1]["text"] == "the loss of worker 0 is nan at step 7"
-            seen = await until_frame(channel.frames(None), b"event: beat")
+            seen = await until_frame(channel.events(None), b"event: beat")
             assert seen.count(b"the loss of worker 0 is nan") == 1
         await channel.close()
 
@@ -239,7 +239,7 @@ def test_a_thread_of_a_viewer_who_left_is_waited_for(folder: Path, monkeypatch: 
                 inside -= 1
 
         monkeypatch.setattr(channel.reader, "poll", poll)
-        leaves, stays = channel.frames(None), channel.frames(None)
+        leaves, stays = channel.events(None), channel.events(None)
         async with asyncio.timeout(60):
             await anext(leaves)
             reading = asyncio.ensure_future(anext(leaves))

@@ -141,7 +141,7 @@ def test_a_run_without_a_summary_is_listed_as_its_own_page_tells_it(
 def test_lines_that_there_is_no_time_for_are_judged_by_their_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("smolcluster.dashboard.runs.WITHIN_S", -1)
+    monkeypatch.setattr("smolcluster.dashboard.runs.OPEN_BUDGET_S", -1)
     assert [line["status"] for line in RunFolder(folder, now=lambda: T0 + 10).list()] == ["training", "finished"]
     assert [line["status"] for line in RunFolder(folder, now=lambda: T0 + 99).list()] == ["silent", "finished"]
 

@@ -244,7 +244,7 @@ def test_who_was_gone_is_gone_in_a_long_run_too(elastic: Path) -> None:
     reader = RunReader(elastic, now=lambda: T0 + 10)
     reader._history._max_bytes = 350  # begin, and two that join
     reader.poll()
-    assert reader.behind
+    assert reader.has_more
     reader.poll_to_the_end()
     spans = {machine["name"]: machine["spans"] for machine in SnapshotStream(reader).snapshot()["machines"]}
     assert spans["worker 0"] == [[T0 + 1, T0 + 9]]

@@ -55,7 +55,7 @@ def served(weights: dict[str, Tensor], shape: DecoderConfig, tokens: Tensor, *, 
     for start in range(len(tokens)):
         x = tokens[start : start + 1]
         for part in parts:
-            x = part.run([Row(sequence=0, start=start, count=1, answer=True)], x)
+            x = part.run([Row(sequence=0, start=start, count=1, logits=True)], x)
         found.append(x[0])
     return torch.stack(found)
 

@@ -332,7 +332,7 @@ def test_more_layers_than_any_model_has_are_not_laid_out(tmp_path: Path) -> None
         for block in range(LLAMA.num_layers, count):
             writer.add_tensor(f"blk.{block}.x", np.zeros(1, np.float32))
 
-    with pytest.raises(ValueError, match=f"block_count says {count} layers; at most {MAX_LAYERS} are read here"):
+    with pytest.raises(ValueError, match=f"block_count: {count} layers; at most {MAX_LAYERS} are supported"):
         GGUF(
             write_gguf(
                 tmp_path / "model.gguf", LLAMA, random_weights(LLAMA), change=deep, values={"block_count": count}

@@ -133,7 +133,7 @@ def test_the_architecture_goes_by_the_parts(config: GPTConfig, request: pytest.F
     ("config", "told"),
     [
         (replace(GPT2, activation="swiglu"), "nearest is GPT2LMHeadModel, but for activation swiglu (there: gelu)"),
-        (replace(GPT2, num_kv_heads=2), "num_kv_heads 2 (there: as many as num_heads, 4)"),
+        (replace(GPT2, num_kv_heads=2), "num_kv_heads 2 (there: the same as num_heads, 4)"),
         (replace(GPT2, bias=False, qkv_bias=False), "biases none (there: everywhere)"),
         (replace(LLAMA, norm="layernorm"), "LlamaForCausalLM, but for norm layernorm (there: rmsnorm)"),
         (replace(LLAMA, position="learned"), "position learned (there: rotary)"),
@@ -258,7 +258,7 @@ def test_more_layers_than_any_model_has_are_not_laid_out(tmp_path: Path) -> None
     count = MAX_LAYERS + 1
     (tmp_path / "out" / "config.json").write_text(json.dumps(theirs | {"num_hidden_layers": count}), encoding="utf-8")
     save_file(tensors | {f"x{n}": torch.zeros(1) for n in range(count)}, tmp_path / "out" / "model.safetensors")
-    with pytest.raises(ValueError, match=f"says {count} layers; at most {MAX_LAYERS} are read here"):
+    with pytest.raises(ValueError, match=f"{count} layers; at most {MAX_LAYERS} are supported"):
         load(tmp_path / "out")
 
 

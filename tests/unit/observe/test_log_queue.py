@@ -71,7 +71,7 @@ def test_a_line_that_is_longer_than_a_block_does_not_stop_the_rest(tmp_path: Pat
         follower.acknowledge(entries[-1])
     assert "".join(texts[:-1]) == "y" * 1_200_000
     assert json.loads(texts[-1])["level"] == "INFO"
-    assert follower.left() == 0
+    assert follower.unsent_bytes() == 0
     follower.close()
 
 
@@ -80,16 +80,16 @@ def test_a_log_that_is_emptied_between_two_looks_is_read_from_its_first_line(lin
     path = tmp_path / f"{HOST}.log"
     path.write_bytes(b"".join(record(number % 60, f"old {number}") for number in range(100)))
     follower = LogQueue(path)
-    assert follower.left() == path.stat().st_size, "nothing has been sent before anybody has looked"
+    assert follower.unsent_bytes() == path.stat().st_size, "nothing has been sent before anybody has looked"
     assert follower.claim()
     sent = follower.read()
     follower.acknowledge(sent[-1])
     path.write_bytes(b"".join(record(number % 60, f"new {number}") for number in range(lines)))
-    assert follower.left() > 0 or lines == 100
+    assert follower.unsent_bytes() > 0 or lines == 100
     entries = follower.read()
     assert [json.loads(entry.text)["message"] for entry in entries] == [f"new {number}" for number in range(lines)]
     follower.acknowledge(entries[-1])
-    assert (follower.read(), follower.left()) == ([], 0)
+    assert (follower.read(), follower.unsent_bytes()) == ([], 0)
     follower.close()
     again = LogQueue(path)
     assert again.claim()

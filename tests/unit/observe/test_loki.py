@@ -44,8 +44,8 @@ from smolcluster.observe.loki import (
     Pusher,
     PushResult,
     endpoint_of,
-    push_leftovers,
-    push_rest,
+    push_after_run,
+    push_unsent,
     result_of,
     start_pushing,
 )
@@ -149,7 +149,7 @@ def test_the_last_half_of_a_line_waits_for_the_other(loki: StrictLoki, path: Pat
 OUTAGES: dict[str, list[Scripted]] = {
     "errors": [500, 503, 502],
     "too many requests": [429, (429, 0.05), 429],
-    "answers that are lost, of batches that were stored": ["lose the answer"] * 4,
+    "responses that are lost, of batches that were stored": ["lose the answer"] * 4,
     "connections that are cut": ["hang up", "hang up", "lose the answer", "hang up"],
     "everything at once": [500, "lose the answer", 429, "hang up", "lose the answer", 503],
 }
@@ -182,13 +182,13 @@ def test_a_loki_that_is_not_there_yet_gets_everything_when_it_comes(path: Path, 
             log.info("kept %d", number)
         loki.start()
         loki.wait_for(2000)
-        eventually(lambda: "answers again" in text_of(path))
+        eventually(lambda: "is reachable again" in text_of(path))
         loki.stop()
         for number in range(100):
             log.info("kept again %d", number)
         eventually(lambda: text_of(path).count("cannot be reached") == 2)
         loki.start()
-        eventually(lambda: text_of(path).count("answers again") == 2)
+        eventually(lambda: text_of(path).count("is reachable again") == 2)
         pusher.close()
         every_line_once(loki, text_of(path), HOST)
         assert loki.violations == []
@@ -208,7 +208,7 @@ def test_what_answers_mean() -> None:
     assert result_of(204, None, "") == PushResult("stored")
     assert result_of(429, "7", "").retry_after_s == 7.0
     assert result_of(503, "Wed, 21 Oct 2015 07:28:00 GMT", "").retry_after_s == 0.0
-    assert result_of(503, "soon", "") == PushResult("retry", "answers 503")
+    assert result_of(503, "soon", "") == PushResult("retry", "responds with status 503")
     assert result_of(429, "999999", "").retry_after_s == 300.0
     for reason in ("entry for stream '{}' has timestamp too old: 1", "entry too far behind, entry timestamp is: 1"):
         assert (result_of(400, None, reason).kind, result_of(400, None, reason).refused) == ("stored", 1)
@@ -230,10 +230,10 @@ def test_a_wrong_address_is_told_once_and_costs_no_line(status: int, loki: Stric
     loki.wait_for_requests(4)
     log.info("second")
     loki.always = None
-    eventually(lambda: "answers again" in text_of(path))
+    eventually(lambda: "is reachable again" in text_of(path))
     pusher.close()
     every_line_once(loki, text_of(path), HOST)
-    assert text_of(path).count(f"answers {status}") == 1
+    assert text_of(path).count(f"responds with status {status}") == 1
 
 
 # Lines that Loki never takes
@@ -252,9 +252,9 @@ def test_only_the_bad_lines_of_a_batch_are_left_out(path: Path) -> None:
         assert "Max entry size" in note["message"]
         assert loki.violations == []
         assert len(loki.times) <= 3, "the batch is not split"
-        assert push_rest(path, loki.url).lines == 0, "and they are not tried again"
+        assert push_unsent(path, loki.url).lines == 0, "and they are not tried again"
         path.with_name(path.name + ".sent").unlink()
-        assert push_rest(path, loki.url).refused == 3
+        assert push_unsent(path, loki.url).refused == 3
 
 
 def test_a_loki_that_takes_nothing_is_no_endless_loop(path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_loki_that_takes_nothing_is_no_endless_loop(path: Path) -> None:
         for number in range(20):
             log.info("old %d", number)
         pusher = push(path, loki.url)
-        eventually(lambda: pusher.left == 0)
+        eventually(lambda: pusher.unsent_bytes == 0)
         pusher.close()
         assert loki.lines() == []
         assert text_of(path).count("refused 20 of 20 lines") == 1
@@ -274,13 +274,13 @@ def test_a_wrong_scheme_is_told_once_and_costs_no_line(loki: StrictLoki, path: P
     loki.always = (400, NEEDS_TLS)
     for number in range(50):
         log.info("line %d", number)
-    rest = push_rest(path, loki.url, timing=QUICK)
-    assert (rest.lines, rest.refused, rest.left) == (0, 0, (path,))
+    rest = push_unsent(path, loki.url, timing=QUICK)
+    assert (rest.lines, rest.refused, rest.unsent) == (0, 0, (path,))
     assert "HTTPS server" in rest.reason
     assert "write https:// in logging.loki_url" in rest.reason
     assert len(loki.times) < 20, "a few tries, not one for each line"
     loki.always = None
-    assert push_rest(path, loki.url, timing=QUICK).lines == 50
+    assert push_unsent(path, loki.url, timing=QUICK).lines == 50
     every_line_once(loki, text_of(path), HOST)
 
 
@@ -296,11 +296,11 @@ def test_an_address_that_is_no_loki_for_a_while_costs_no_line(begins_well: bool,
             loki.plan += [(400, "no such service")] * answers
             log.info("line %d", answers)
             log.info("another line %d", answers)
-            eventually(lambda: pusher.left == 0 and not loki.plan)
+            eventually(lambda: pusher.unsent_bytes == 0 and not loki.plan)
         pusher.close()
         every_line_once(loki, text_of(path), HOST)
         told = text_of(path).count("is logging.loki_url the address of a Loki?")
-        assert 0 < told == text_of(path).count("answers again"), "once for each time"
+        assert 0 < told == text_of(path).count("is reachable again"), "once for each time"
 
 
 def test_a_time_from_a_clock_that_was_wrong_by_years_does_not_hold_up_the_rest(tmp_path: Path) -> None:
@@ -308,8 +308,8 @@ def test_a_time_from_a_clock_that_was_wrong_by_years_does_not_hold_up_the_rest(t
     path.write_bytes(record(1.0) + record(2.0).replace(b"2026", b"2126") + record(3.0))
     with StrictLoki() as loki:
         loki.newest_ns = time.time_ns() + 10**18
-        rest = push_rest(path, loki.url, timing=QUICK)
-        assert (rest.lines, rest.refused, rest.left) == (2, 1, ())
+        rest = push_unsent(path, loki.url, timing=QUICK)
+        assert (rest.lines, rest.refused, rest.unsent) == (2, 1, ())
 
 
 # Never in the way
@@ -327,7 +327,7 @@ def test_a_loki_that_does_not_answer_holds_up_nobody(loki: StrictLoki, path: Pat
     pusher.close()
     assert wrote_s < 10
     assert time.perf_counter() - started - wrote_s < 10
-    assert pusher.left > 0
+    assert pusher.unsent_bytes > 0
     assert loki.lines() == []
 
 
@@ -336,7 +336,7 @@ def test_one_process_at_a_time_sends_a_file(loki: StrictLoki, path: Path) -> Non
     log.info("one")
     loki.wait_for(1)
     second = push(path, loki.url)
-    assert push_rest(path, loki.url).busy == (path,)
+    assert push_unsent(path, loki.url).busy == (path,)
     first.close()
     log.info("two")
     loki.wait_for(2)
@@ -428,7 +428,7 @@ def test_a_log_that_is_emptied_in_place_goes_on_with_what_is_new(lines: int, lok
     for life in range(3):
         for number in range(lines + life if life else 100):
             log.info("life %d, line %d", life, number)
-        eventually(lambda: pusher.left == 0)
+        eventually(lambda: pusher.unsent_bytes == 0)
         written += text_of(path)
         os.truncate(path, 0)
     pusher.close()
@@ -444,15 +444,15 @@ def test_the_rest_of_a_run_that_is_over(loki: StrictLoki, tmp_path: Path) -> Non
     worker.write_bytes(record(1.0) + b"Segmentation fa")
     (logs / "notes.log").write_bytes(b"not of a process\n")
     loki.plan += [500, "lose the answer"]
-    rest = push_rest(tmp_path / "run", loki.url, timing=QUICK)
-    assert (rest.lines, rest.left, rest.busy) == (4, (), ())
+    rest = push_unsent(tmp_path / "run", loki.url, timing=QUICK)
+    assert (rest.lines, rest.unsent, rest.busy) == (4, (), ())
     assert {dict(labels)["rank"] for labels in loki.streams} == {"4", "0"}
     every_line_once(loki, text_of(worker), HOST)
     every_line_once(loki, text_of(server), "server-mini1")
-    assert push_rest(tmp_path / "run", loki.url, timing=QUICK).lines == 0
+    assert push_unsent(tmp_path / "run", loki.url, timing=QUICK).lines == 0
     with worker.open("ab") as file:  # the run goes on: the process writes behind what its last life left
         file.write(b"\n" + record(3.0, "back"))
-    assert push_rest(tmp_path / "run", loki.url, timing=QUICK).lines == 1
+    assert push_unsent(tmp_path / "run", loki.url, timing=QUICK).lines == 1
     assert len(loki.lines()) == 5
 
 
@@ -460,23 +460,23 @@ def test_the_rest_is_not_waited_for_for_ever(path: Path) -> None:
     with StrictLoki() as loki:
         loki.stop()
         log.info("line")
-        rest = push_rest(path, loki.url, timeout_s=0.2, timing=QUICK)
-        assert (rest.lines, rest.left) == (0, (path,))
+        rest = push_unsent(path, loki.url, timeout_s=0.2, timing=QUICK)
+        assert (rest.lines, rest.unsent) == (0, (path,))
         assert "cannot be reached" in rest.reason
         loki.start()
         loki.always = 404
-        assert "answers 404" in push_rest(path, loki.url, timing=QUICK).reason
+        assert "responds with status 404" in push_unsent(path, loki.url, timing=QUICK).reason
         loki.stop()
-        said = push_leftovers(path.parent, loki.url, timeout_s=0.1)
+        said = push_after_run(path.parent, loki.url, timeout_s=0.1)
         assert "cannot be reached" in said
         assert f"smolcluster logs push {path.parent}" in said
-        assert push_leftovers(path.parent / "nowhere", loki.url) == ""
+        assert push_after_run(path.parent / "nowhere", loki.url) == ""
         loki.start()
         loki.always = None
-        assert push_leftovers(path.parent, loki.url) == ""
+        assert push_after_run(path.parent, loki.url) == ""
         every_line_once(loki, text_of(path), HOST)
     with pytest.raises(UserError, match="no logs in"):
-        push_rest(path.parent / "nowhere", loki.url)
+        push_unsent(path.parent / "nowhere", loki.url)
 
 
 # Addresses, logins and secrets
@@ -518,7 +518,7 @@ def test_a_password_is_in_no_log_and_no_file(path: Path, loki: StrictLoki) -> No
     url = loki.url.replace("//", "//me:topsecret@")
     pusher = push(path, url)
     log.info("line")
-    eventually(lambda: "answers 401" in text_of(path))
+    eventually(lambda: "responds with status 401" in text_of(path))
     pusher.close()
     for file in path.parent.iterdir():
         assert "topsecret" not in file.read_text()
@@ -607,7 +607,7 @@ def test_a_worker_by_hand_that_cannot_send_says_where_its_lines_are(temporary: P
         (folder,) = temporary.iterdir()
         assert screen == [f"not all lines of this worker reached Loki; send the rest: smolcluster logs push {folder}"]
         loki.start()
-        push_rest(folder, loki.url, timing=QUICK)
+        push_unsent(folder, loki.url, timing=QUICK)
         every_line_once(loki, text_of(folder / f"{HOST}.log"), HOST)
 
 

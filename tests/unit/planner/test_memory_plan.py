@@ -41,7 +41,7 @@ from smolcluster.planner.forecast import (
     MemoryPlan,
     SeatMemory,
     Workload,
-    alike_seats,
+    equal_seats,
     estimate_rank,
     forecast,
 )
@@ -141,7 +141,7 @@ def test_states_are_those_of_the_formula(four: Workload, choice: Choice) -> None
     scene = four.with_choice(choice)
     costs = scene.placement.costs
     stage = choice.options.get("fsdp_stage")
-    for alike in alike_seats(scene, every_seat=True):
+    for alike in equal_seats(scene, every_seat=True):
         rank = alike[0].rank
         cost, seen = costs[rank], estimate_rank(four, choice, rank, [Activations()])
         at_most, at_rest = seen.ways[Activations()].of_each_kind, seen.states
@@ -516,7 +516,7 @@ def test_what_a_server_writes_to_its_disk_follows_from_what_is_sent() -> None:
         made = subject(ranks, {f"strategy.{key}": value for key, value in said.items()})
         choice = Choice(label=name, strategy=name, plane="elastic", options=said)
         (server,) = [seat for seat in forecast(made, choice, ways=[Activations()]).seats if seat.role == "server"]
-        return server.journal_step, server.journal_most
+        return server.journal_step, server.journal_limit
 
     parameters = subject(2, {}).shape.parameters
     dense = journal("syncps")[0]
@@ -562,7 +562,7 @@ from smolcluster.planner.forecast import Forecast
 asked = [Choice(label=n, strategy=n) for n in ("single", "fsdp", "pipeline")]
 asked.append(Choice(label="edp", strategy="edp", plane="elastic"))
 before = []
-def forecast(subject, choice, *, ways, ask):
+def forecast(subject, choice, *, ways, estimate):
     before.append(f"smolcluster.strategies.{choice.strategy}" in sys.modules)
     return Forecast(choice=choice)
 with mock.patch.object(estimate_pool, "forecast", forecast), mock.patch.object(estimate_pool, "_child", mock.MagicMock()):

@@ -138,7 +138,7 @@ def test_a_template_that_loops_is_ended_and_others_go_on(monkeypatch: pytest.Mon
 
 def test_a_conversation_is_rendered_in_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
     text = ChatTokenizer(gguf_vocabulary(byte_level(), where="test"), template="here")
-    monkeypatch.setattr(rendering._POOL, "ask", lambda asked: {"text": asked["source"].replace("here", "there")})
+    monkeypatch.setattr(rendering._POOL, "request", lambda one: {"text": one["source"].replace("here", "there")})
     assert text.chat([{"role": "user", "content": "x"}]) == text.encode("there")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.serve.fake_chat import STORY, Fake, break_off, err, pieces, refuse, serving
+from tests.e2e.serve.fake_chat import STORY, Fake, break_off, err, pieces, refuse
 from tests.places import eventually
 from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
@@ -24,24 +24,12 @@ from tests.unit.scripted_engine import serving as scripted
 from smolcluster.cli import main
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.serve.client.http import ServerClient, ServerFailed
-from smolcluster.serve.client.terminal import Chat, TerminalText, print_pieces, read_all
+from smolcluster.serve.client.terminal import Chat, TerminalText, print_chunks, read_all
 from smolcluster.serve.engine.types import Unavailable
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 ASKED = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Fake]:
-    with serving(Fake()) as fake:
-        yield fake
-
-
-@pytest.fixture
-def fake(server: Fake) -> Fake:
-    server.reset()
-    return server
 
 
 @contextlib.contextmanager
@@ -99,7 +87,7 @@ def test_closing_the_generator_closes_the_connection(fake: Fake) -> None:
     [
         (400, UserError, "temperature is too high"),
         (404, UserError, "temperature is too high"),
-        (401, UserError, "needs a key: give it with --key or in SMOLCLUSTER_API_KEY"),
+        (401, UserError, "needs an API key: give it with --key or in SMOLCLUSTER_API_KEY"),
         (429, ServerFailed, "temperature is too high; try again in 3 s"),
         (503, ServerFailed, "temperature is too high; try again in 3 s"),
         (500, ServerFailed, r"failed \(500\): temperature is too high"),
@@ -130,9 +118,9 @@ def test_a_stream_that_breaks_off_is_no_answer(fake: Fake) -> None:
 
 def test_a_key(fake: Fake) -> None:
     fake.key = "a-key-for-the-test"
-    with pytest.raises(UserError, match="needs a key: give it with"):
+    with pytest.raises(UserError, match="needs an API key: give it with"):
         ServerClient(fake.url).models()
-    with pytest.raises(UserError, match="that is not its key"):
+    with pytest.raises(UserError, match="invalid API key"):
         ServerClient(fake.url, key="another").models()
     assert ServerClient(fake.url, key=fake.key).models() == ["smollm2"]
     printed = ServerClient(f"{fake.url}/#key={fake.key}")  # what `smolcluster serve` prints
@@ -167,20 +155,20 @@ def test_ways_to_write_an_address(fake: Fake, url: str) -> None:
 
 def test_answers_of_other_servers() -> None:
     page = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\n\r\n<html>"
-    with answering(page) as url, pytest.raises(ServerFailed, match=r"invalid answer|lost the connection"):
+    with answering(page) as url, pytest.raises(ServerFailed, match=r"invalid response|lost the connection"):
         ServerClient(url).models()
     with answering(b"SSH-2.0-OpenSSH_9.2\r\n") as url, pytest.raises(UserError, match="cannot connect"):
         ServerClient(url).models()
     hollow = b'HTTP/1.1 200 OK\r\ncontent-length: 29\r\n\r\n{"data": [{"id": 1}, 2, null]}'
-    with answering(hollow) as url, pytest.raises(ServerFailed, match=r"invalid answer|no model|lost the connection"):
+    with answering(hollow) as url, pytest.raises(ServerFailed, match=r"invalid response|no model|lost the connection"):
         ServerClient(url).models()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
     for body, words in (
-        (b"data: {nonsense\n\n", "invalid answer"),
-        (b"data: [1]\n\n", "invalid answer"),
-        (b"data: " + b"[" * 200_000 + b"\n\n", "invalid answer"),
+        (b"data: {nonsense\n\n", "invalid response"),
+        (b"data: [1]\n\n", "invalid response"),
+        (b"data: " + b"[" * 200_000 + b"\n\n", "invalid response"),
         (b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n', "lost the connection"),
-        (b"data: " + b"x" * (1 << 20) + b"\n", "too long a line"),
+        (b"data: " + b"x" * (1 << 20) + b"\n", "a line longer than 1 MiB"),
     ):
         # It hangs up at once, and that may be heard before what it said.
         with answering(head + body) as url, pytest.raises(ServerFailed, match=f"{words}|lost the connection"):
@@ -225,7 +213,7 @@ def test_escape_sequences_are_removed_wherever_pieces_end(fake: Fake) -> None:
 def test_characters_outside_the_terminals_encoding(fake: Fake) -> None:
     fake.words = ["naïve ", "日本"]
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    print_pieces(ServerClient(fake.url).chat(ASKED, options={}), out)
+    print_chunks(ServerClient(fake.url).chat(ASKED, options={}), out)
     out.seek(0)
     assert out.read() == "na?ve ??\n"
 
@@ -260,7 +248,9 @@ def test_a_conversation_remembers(fake: Fake) -> None:
 
 def test_a_model_without_a_template_continues_the_text(fake: Fake) -> None:
     fake.words = [" upon", " a time."]
-    status, out, chat = talk(fake, "/system Be brief.", "Once", "Then", continues=True, openings=["The sea is wide"])
+    status, out, chat = talk(
+        fake, "/system Be brief.", "Once", "Then", continues=True, example_prompts=["The sea is wide"]
+    )
     assert status == 0
     assert [body["prompt"] for body in fake.bodies] == ["Once", "Once upon a time.\nThen"]
     assert "write the beginning of a text to continue, such as: The sea is wide" in out

@@ -144,7 +144,7 @@ def test_replicas_first_then_spares() -> None:
 def test_too_few_machines_leave_stages_empty() -> None:
     layout = plan(LayoutOptions(stages=3), offers("a"), sizes())
     assert shape(layout) == [(4, ("a",)), (4, ()), (4, ())]
-    assert not layout.whole
+    assert not layout.complete
     both = add_machine(layout, "b", LayoutOptions(stages=3), offers("a", "b"), sizes())
     assert shape(both)[1] == (4, ("b",))
 
@@ -178,7 +178,7 @@ def test_neighbours_without_room_take_what_they_can() -> None:
     assert [s.layers for s in remove_machine(layout, "b", room, sizes()).stages] == [range(5), range(5, 12)]
     full = offers("a", "b", "c", memory=7 * (1 << 20))
     left = remove_machine(plan(LayoutOptions(stages=3), full, sizes()), "b", full, sizes())
-    assert not left.whole
+    assert not left.complete
     assert left.stages[1].machines == ()
 
 
@@ -216,7 +216,7 @@ def test_impossible_layout_options() -> None:
     with pytest.raises(UserError, match="--stages 13: the model has 12 layers"):
         check_options(LayoutOptions(stages=13), num_layers=12)
     for wrong in ((6, 5), (12,), (12, 0), (6, 3, 3)):
-        with pytest.raises(UserError, match="that make 12 together"):
+        with pytest.raises(UserError, match="whose sum is 12"):
             check_options(LayoutOptions(stages=2, distribution=wrong), num_layers=12)
 
 
@@ -244,4 +244,4 @@ def test_whatever_happens_layers_stay_whole(
         machines = {m for stage in layout.stages for m in stage.machines} | set(layout.spares)
         assert machines == set(there)
         if there:
-            assert layout.whole or len(layout.stages) > len(there)
+            assert layout.complete or len(layout.stages) > len(there)

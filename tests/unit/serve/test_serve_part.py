@@ -77,8 +77,8 @@ def through(parts: Sequence[StageModel], rows: Sequence[Row], x: Tensor) -> Tens
     return x
 
 
-def one(sequence: int, start: int, count: int, *, answer: bool = True) -> Row:
-    return Row(sequence=sequence, start=start, count=count, answer=answer)
+def one(sequence: int, start: int, count: int, *, logits: bool = True) -> Row:
+    return Row(sequence=sequence, start=start, count=count, logits=logits)
 
 
 def cache_bytes(part: StageModel) -> int:
@@ -116,12 +116,12 @@ def test_any_split_any_chunks_and_any_company_give_the_logits_of_the_whole(
         company = order.sample(open_, order.randint(1, len(open_)))
         counts = [min(order.randint(1, longest), len(sequences[name]) - done[name]) for name in company]
         rows = [
-            one(name, done[name], count, answer=order.random() < 0.7)
+            one(name, done[name], count, logits=order.random() < 0.7)
             for name, count in zip(company, counts, strict=True)
         ]
         x = torch.cat([sequences[row.sequence][row.start : row.end] for row in rows])
         logits = through(parts, rows, x)
-        asked = [row for row in rows if row.answer]
+        asked = [row for row in rows if row.logits]
         assert logits.shape == (len(asked), VOCAB)
         for row, line in zip(asked, logits, strict=True):
             torch.testing.assert_close(
@@ -141,8 +141,8 @@ def test_half_precision_is_as_near_as_the_model_itself(shape: str, dtype: torch.
     want = whole(exact, sequence)[-1]
     allowed = 2 * (whole(half, sequence)[-1].double() - want).abs().max() + 1e-3
     parts = parts_of(exact, (2, 2), dtype)
-    through(parts, [one(1, 0, 30, answer=False)], sequence[:30])
-    through(parts, [one(1, 30, 9, answer=False)], sequence[30:39])
+    through(parts, [one(1, 0, 30, logits=False)], sequence[:30])
+    through(parts, [one(1, 30, 9, logits=False)], sequence[30:39])
     logits = through(parts, [one(1, 39, 1)], sequence[39:])
     assert logits.dtype == torch.float32
     assert (logits[0].double() - want).abs().max() <= allowed
@@ -344,10 +344,10 @@ def test_a_failure_leaves_consistent_caches(where: str, monkeypatch: pytest.Monk
 
 def test_nothing_is_kept_for_a_gradient() -> None:
     (part,) = parts_of(MODELS["gpt2", torch.float64])
-    logits = part.run([one(1, 0, 3), one(2, 0, 2, answer=False)], tokens(5))
+    logits = part.run([one(1, 0, 3), one(2, 0, 2, logits=False)], tokens(5))
     assert logits.shape == (1, VOCAB)
     assert logits.is_inference()
-    assert part.run([one(1, 3, 2, answer=False)], tokens(2)).shape == (0, VOCAB)
+    assert part.run([one(1, 3, 2, logits=False)], tokens(2)).shape == (0, VOCAB)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -46,7 +46,7 @@ class Machines:
             assert row.start == len(cache), "tokens are given once, in order"
             cache += sent.tokens[place : place + row.count]
             place += row.count
-            if row.answer:
+            if row.logits:
                 chosen[row.sequence] = Token(token=after(tuple(cache)))
         return chosen
 
@@ -371,7 +371,7 @@ def test_a_short_prompt_does_not_wait_for_the_long_ones_before_it() -> None:
         scheduler.submit(ask(*range(length)), Told())
     sent = scheduler.next_batch(now=0.0)
     assert sorted((row.sequence, row.count) for row in sent.rows) == [(1, 14), (2, 14), (3, 2)]
-    assert [row.answer for row in sent.rows if row.sequence == 3] == [True]
+    assert [row.logits for row in sent.rows if row.sequence == 3] == [True]
 
 
 def tight(room: int) -> Routes:

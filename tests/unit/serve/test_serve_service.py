@@ -30,7 +30,7 @@ def says(text: str, *, end: bool = True) -> ScriptedEngine:
 
 async def answer(service: Service, **fields: Any) -> SimpleNamespace:
     job = await service.prepare(CompletionRequest(**{"prompts": ["hello"], **fields}))
-    return SimpleNamespace(choices=await service.whole(job), usage=job.usage)
+    return SimpleNamespace(choices=await service.complete(job), usage=job.usage)
 
 
 async def pieces(service: Service, **fields: Any) -> list[TextChunk]:
@@ -250,7 +250,7 @@ def test_a_stream_that_is_closed_or_cancelled_frees_the_engine_at_once(n: int, c
         service = service_of(engine)
         job = await service.prepare(CompletionRequest(prompts=["x"], n=n))
         if cancel:
-            working = asyncio.create_task(service.whole(job))
+            working = asyncio.create_task(service.complete(job))
             await asyncio.to_thread(engine.begun.acquire)
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)

@@ -375,7 +375,9 @@ def test_a_run_on_characters_needs_its_text(tmp_path: Path) -> None:
     text = find_source(str(run)).text()
     assert text.decode(text.prompt("bédé")) == "bédé"
     letters.write_text("abcd\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"was trained with 6 tokens, but its tokenizer \(chars\) now has 5"):
+    with pytest.raises(
+        UserError, match=r"was trained with a vocabulary of 6 tokens, but its tokenizer \(chars\) now has 5"
+    ):
         find_source(str(run)).text()
 
 
@@ -431,11 +433,11 @@ def test_weights_that_change_under_a_server_are_refused(tmp_path: Path) -> None:
 # ---- what to begin from
 
 
-def test_a_run_offers_openings_of_its_own_text(tmp_path: Path) -> None:
+def test_a_run_offers_prompts_of_its_training_text(tmp_path: Path) -> None:
     model = MODELS["gpt2"]
     weights = random_weights(shape_of(model, vocab_size=VOCAB))
     source = find_source(str(write_run(tmp_path / "embedded", model, weights)))
-    found = source.openings()
+    found = source.example_prompts()
     assert len(found) == 3
     assert not source.text().has_template
     text = " ".join("".join(find_sources(DataConfig()).train.chunks()).split())
@@ -445,8 +447,8 @@ def test_a_run_offers_openings_of_its_own_text(tmp_path: Path) -> None:
     book.write_text("CHAPTER 1\n\nLong ago there was a sea, and nobody had ever seen the other side of it.\n")
     settings = {"name": "text", "root": str(book)}
     run = write_run(tmp_path / "run", model, weights, **settings)
-    assert find_source(str(run)).openings() == ["Long ago there was a"]
+    assert find_source(str(run)).example_prompts() == ["Long ago there was a"]
     book.unlink()
-    assert find_source(str(run)).openings() == []
+    assert find_source(str(run)).example_prompts() == []
     imported = write_run(tmp_path / "imported", model, weights, step=0)  # it has never read the embedded text
-    assert find_source(str(imported)).openings() == []
+    assert find_source(str(imported)).example_prompts() == []

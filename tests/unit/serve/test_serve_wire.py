@@ -47,7 +47,7 @@ ASSIGNMENT = Assignment(
     first_layer=2, num_layers=3, first=False, last=False, secret="s", name="pi-2", next=(("ab", "10.0.0.3:2"),)
 )
 BATCH = StageBatch(
-    rows=(Row(sequence=7, start=0, count=3, answer=True), Row(sequence=9, start=12, count=1, answer=True)),
+    rows=(Row(sequence=7, start=0, count=3, logits=True), Row(sequence=9, start=12, count=1, logits=True)),
     secret="s",
     route=(("ab", "10.0.0.3:2"), ("cd", "[::1]:3")),
     samplings={

@@ -219,7 +219,7 @@ class _LogPusher(Sink):
     def close(self) -> None:
         if self._pusher is not None:
             self._pusher.close()
-            if self._pusher.left and self._temporary is not None:
+            if self._pusher.unsent_bytes and self._temporary is not None:
                 text = (
                     f"not all lines of this worker reached Loki; send the rest: smolcluster logs push {self._temporary}"
                 )

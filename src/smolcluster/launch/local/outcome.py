@@ -74,9 +74,9 @@ class Outcome(Sink):
     def flush_loki(run_dir: RunDir, config: Config, tell: Callable[[Notice], None]) -> None:
         """Push to Loki what the exited processes could not. Takes a few seconds at most."""
         if config.logging.loki_url is not None:
-            from smolcluster.observe.loki import push_leftovers
+            from smolcluster.observe.loki import push_after_run
 
-            if problem := push_leftovers(run_dir.path, config.logging.loki_url):
+            if problem := push_after_run(run_dir.path, config.logging.loki_url):
                 tell(Notice(level="WARNING", message=problem))
 
     def write_summary(self, run_dir: RunDir, config: Config, *, world_size: int, **fields: Any) -> None:

@@ -1,5 +1,5 @@
 """The terminal client.
 
 terminal.py  `smolcluster chat` and `generate`
-http.py      the API's client
+http.py      client of the HTTP API
 """

@@ -1,6 +1,6 @@
 """Chat in a terminal; a single answer in a pipe.
 
-Control characters and escape sequences in a model's text are removed, also when a sequence arrives in pieces: `TerminalText`.
+Control characters and escape sequences in a model's text are removed, also if split over chunks: `TerminalText`.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ A line that ends in \\ continues in the next; \"\"\" begins and ends a text of s
 class NumberOption:
     """A numeric option of the API, with its range."""
 
-    least: float
-    most: float
-    whole: bool = False
+    minimum: float
+    maximum: float
+    integer: bool = False
 
     def read(self, name: str, text: str) -> float | int:
         try:
-            value = int(text) if self.whole else float(text)
+            value = int(text) if self.integer else float(text)
         except ValueError:
-            raise UserError(f"{name}: {text!r} is not a {'whole ' if self.whole else ''}number") from None
-        if not self.least <= value <= self.most:
-            least, most = (f"{int(n)}" if self.whole else f"{n:g}" for n in (self.least, self.most))
-            raise UserError(f"{name} {text} is outside {least} to {most}")
+            raise UserError(f"{name}: {text!r} is not a {'whole ' if self.integer else ''}number") from None
+        if not self.minimum <= value <= self.maximum:
+            low, high = (f"{int(n)}" if self.integer else f"{n:g}" for n in (self.minimum, self.maximum))
+            raise UserError(f"{name} {text} is outside {low} to {high}")
         return value
 
 
 OPTIONS = {
     "temperature": NumberOption(0, 2),
     "top_p": NumberOption(0, 1),
-    "top_k": NumberOption(1, 1_000_000, whole=True),
-    "max_tokens": NumberOption(1, 10_000_000, whole=True),
-    "seed": NumberOption(0, 2**63 - 1, whole=True),
+    "top_k": NumberOption(1, 1_000_000, integer=True),
+    "max_tokens": NumberOption(1, 10_000_000, integer=True),
+    "seed": NumberOption(0, 2**63 - 1, integer=True),
     "repetition_penalty": NumberOption(0.1, 10),
 }
 
@@ -81,16 +81,16 @@ class TerminalText:
         return printable(held, keep=_KEPT)
 
 
-def print_pieces(pieces: Iterable[AnswerChunk], out: IO[str]) -> str:
-    """Write an answer as it comes. Return its text."""
-    shown, whole, last = TerminalText(), "", ""
-    for piece in pieces:
-        whole += piece.text
-        last = _write(shown.push(piece.text), out) or last
+def print_chunks(chunks: Iterable[AnswerChunk], out: IO[str]) -> str:
+    """Write an answer as it arrives. Return its text."""
+    shown, text, last = TerminalText(), "", ""
+    for chunk in chunks:
+        text += chunk.text
+        last = _write(shown.push(chunk.text), out) or last
     last = _write(shown.flush(), out) or last
     if not last.endswith("\n"):
         _write("\n", out)
-    return whole
+    return text
 
 
 def _write(text: str, out: IO[str]) -> str:
@@ -112,24 +112,24 @@ class Chat:
     out: IO[str] = field(default_factory=lambda: sys.stdout)
     colour: bool = False
     continues: bool = False  # no chat template: the model continues the text so far
-    openings: Sequence[str] = ()  # examples
+    example_prompts: Sequence[str] = ()
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self) -> int:
         """Run until the user leaves. Return 0, or 130 after Ctrl-C."""
         self._note(f"{printable(self.model)} at {self.client.url}; /help for help, Ctrl-D to leave")
         if self.continues:
-            example = f", such as: {printable(self.openings[0])}" if self.openings else ""
+            example = f", such as: {printable(self.example_prompts[0])}" if self.example_prompts else ""
             self._note(f"this model has no chat template: write the beginning of a text to continue{example}")
         interrupted = False
         while True:
             try:
                 text = self._question()
             except EOFError:
-                self._say("")
+                self._print("")
                 return 0
             except KeyboardInterrupt:
-                self._say("")
+                self._print("")
                 if interrupted:
                     return 130
                 self._note("Ctrl-C again leaves")
@@ -161,23 +161,23 @@ class Chat:
     def _answer(self) -> bool:
         """Request and print an answer. Return False when Ctrl-C stopped it."""
         began = time.monotonic()
-        asked = [{"role": "system", "content": self.system}] if self.system else []
+        system = [{"role": "system", "content": self.system}] if self.system else []
         text, finished, first_s, tokens, ended = "", True, None, None, None
         shown = TerminalText()
         options = {"model": self.model, **self.options}
-        pieces: Generator[AnswerChunk, None, None]
+        chunks: Generator[AnswerChunk, None, None]
         if self.continues:
-            pieces = self.client.complete(continued(self.messages), options=options)
+            chunks = self.client.complete(continued(self.messages), options=options)
         else:
-            pieces = self.client.chat([*asked, *self.messages], options=options)
-        with closing(pieces):
+            chunks = self.client.chat([*system, *self.messages], options=options)
+        with closing(chunks):
             try:
-                for piece in pieces:
-                    if piece.text and first_s is None:
+                for chunk in chunks:
+                    if chunk.text and first_s is None:
                         first_s = time.monotonic() - began
-                    text += piece.text
-                    tokens, ended = tokens if piece.tokens is None else piece.tokens, piece.finish or ended
-                    _write(shown.push(piece.text), self.out)
+                    text += chunk.text
+                    tokens, ended = tokens if chunk.tokens is None else chunk.tokens, chunk.finish or ended
+                    _write(shown.push(chunk.text), self.out)
             except KeyboardInterrupt:
                 finished = False
             except RequestRejected as error:
@@ -186,11 +186,11 @@ class Chat:
                 self._note(f"{error}; your message was removed{more}")
                 return True
             except SmolclusterError as error:
-                self._say("" if not text else shown.flush())
+                self._print("" if not text else shown.flush())
                 self._note(f"{error}; /retry to try again")
                 self._keep(text)
                 return True
-        self._say(shown.flush())
+        self._print(shown.flush())
         self._keep(text)
         if not finished:
             self._note("stopped; Ctrl-C again leaves")
@@ -214,7 +214,7 @@ class Chat:
         if name in ("/quit", "/exit", "/q"):
             return False
         known = {
-            "/help": lambda _: self._say(HELP),
+            "/help": lambda _: self._print(HELP),
             "/new": lambda _: self._new(),
             "/system": self._set_system,
             "/set": self._set,
@@ -240,7 +240,7 @@ class Chat:
 
     def _set(self, text: str) -> None:
         if not text:
-            self._say("\n".join(f"{name} {self.options.get(name, '-')}" for name in OPTIONS))
+            self._print("\n".join(f"{name} {self.options.get(name, '-')}" for name in OPTIONS))
             return
         name, _, value = text.replace("=", " ", 1).partition(" ")
         name, value = name.strip().replace("-", "_"), value.strip()
@@ -275,18 +275,18 @@ class Chat:
             raise UserError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
         self._note(f"{len(self.messages)} messages in {path}")
 
-    # The screen
+    # Output
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         _write(text + "\n", self.out)
 
     def _note(self, text: str) -> None:
         shown = printable(text)
-        self._say(f"\x1b[2m{shown}\x1b[0m" if self.colour else shown)
+        self._print(f"\x1b[2m{shown}\x1b[0m" if self.colour else shown)
 
 
 def continued(messages: Iterable[Mapping[str, str]]) -> str:
-    """Join the messages to one text; those of the user begin on a new line."""
+    """Join the messages to one text; each message of the user begins on a new line."""
     text = ""
     for message in messages:
         if message["role"] == "user" and text and not text.endswith("\n"):
@@ -334,7 +334,7 @@ def read_all(stream: IO[str], *, what: str) -> str:
     return text
 
 
-def given(options: RequestOptions) -> dict[str, Any]:
+def given_options(options: RequestOptions) -> dict[str, Any]:
     """Return the options given on the command line, checked."""
     found = {name: value for name, value in options.items() if value is not None}
     for name, value in found.items():

@@ -1,4 +1,4 @@
-"""What the front knows of one stage process: its offer, its assignment, and its work."""
+"""The front's state of one stage process: its offer, its assignment, and its recent work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ConnectedStage:
     assignment: int = 0  # number of the latest
     layers: range | None = None  # of that assignment
     held: bool = False  # the layers are loaded
-    room: int = 0  # tokens of sequences that fit beside them
+    room: int = 0  # tokens whose caches fit the remaining memory
     problem: str = ""
     failures: int = 0  # to load an assignment
     tokens: int = 0

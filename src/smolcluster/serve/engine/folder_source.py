@@ -40,7 +40,7 @@ class FolderSource(ModelSource):
 
 
 def folder_tokenizer(file: Path) -> ChatTokenizer:
-    """Read tokenizer.json and the chat settings beside it."""
+    """Read tokenizer.json and the chat settings in its folder."""
     folder = file.parent
     definition = _read_options(file)
     vocabulary = JsonVocabulary(definition, where=str(file))
@@ -87,7 +87,7 @@ def _name(value: Any) -> str | None:
 
 
 def _adds_first(definition: Mapping[str, Any], bos: str | None) -> bool:
-    """Whether the post-processor puts `bos` before every text."""
+    """Return whether the post-processor puts `bos` before every text."""
     step = definition.get("post_processor")
     steps = step.get("processors") if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
     for one in steps if isinstance(steps, list) else ():

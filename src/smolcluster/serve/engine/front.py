@@ -1,6 +1,6 @@
 """The front: tracks the stages and the layers they hold, and every sequence in flight.
 
-All of it runs on the transport's thread, where answers arrive, so the next batch leaves as soon as one returns. Clients are
+All of it runs on the transport's thread, where results arrive, so the next batch leaves as soon as one returns. Clients are
 served by the HTTP thread; tokens reach it through `deliver`.
 
 A stage is lost when its link ends or is silent for `LINKS.silence_s`. Its layers move (`layout.remove_machine`), and the
@@ -59,8 +59,8 @@ log = logging.getLogger(__name__)
 
 LINKS = LinkLimits(beat_s=0.2, silence_s=0.9)  # a dead stage is detected within a second
 TICK_S = 0.5
-STUCK_S = 60.0  # a batch in flight for so long is taken for lost
-MAX_FAILURES = 4  # to load an assignment, before a stage gets no more of them
+STUCK_S = 60.0  # a batch in flight for longer is considered lost
+MAX_FAILURES = 4  # to load an assignment, after which a stage is assigned no layers
 RECENTLY_LOST_S = 60.0
 
 
@@ -114,8 +114,8 @@ class Front(Handler):
 
     @property
     def context(self) -> int:
-        most = self._scheduler.routes.max_sequence_tokens
-        return self.model_context if most is None else min(self.model_context, most)
+        limit = self._scheduler.routes.max_sequence_tokens
+        return self.model_context if limit is None else min(self.model_context, limit)
 
     async def stream(self, request: SequenceRequest) -> AsyncGenerator[Token, None]:
         loop, items = asyncio.get_running_loop(), asyncio.Queue[StreamItem]()
@@ -182,11 +182,11 @@ class Front(Handler):
 
     @property
     def loading(self) -> bool:
-        """Whether every layer is loaded or being loaded."""
+        """Return whether every layer is loaded or being loaded."""
         return self._scheduler.routes.ready or self._scheduler.routes.loading
 
     def problems(self) -> list[str]:
-        """Return why stages hold no layers."""
+        """Return the reasons why stages hold no layers."""
         known = [f"{machine.name}: {machine.problem}" for machine in list(self._machines.values()) if machine.problem]
         return [*known, *self._notes]
 
@@ -300,8 +300,8 @@ class Front(Handler):
         """Adopt this layout, or a replanned one: assign layers where they change, and update the routes."""
         self._layout = layout = replan(layout, self._options, self._offers(), self._sizes)
         offers = self._offers()
-        for stage, behind in zip(layout.stages, (*layout.stages[1:], None), strict=True):
-            hops = tuple((m, offers[m].address) for m in behind.machines) if behind is not None else ()
+        for stage, following in zip(layout.stages, (*layout.stages[1:], None), strict=True):
+            hops = tuple((m, offers[m].address) for m in following.machines) if following is not None else ()
             for instance in stage.machines:
                 machine = self._machines[instance]
                 if machine.layers != stage.layers:
@@ -313,12 +313,11 @@ class Front(Handler):
     def _assign(self, machine: ConnectedStage, layers: range, hops: tuple[tuple[str, str], ...]) -> None:
         self._assignments += 1
         machine.assignment, machine.layers, machine.held, machine.problem = self._assignments, layers, False, ""
-        whole = self._source.config.num_layers
         assignment = Assignment(
             first_layer=layers.start,
             num_layers=len(layers),
             first=layers.start == 0,
-            last=layers.stop == whole,
+            last=layers.stop == self._source.config.num_layers,
             secret=self._secret,
             name=machine.name,
             next=hops,
@@ -339,7 +338,7 @@ class Front(Handler):
             self._update_routes()
 
     def _reject(self, instance: str, machine: ConnectedStage, why: str) -> None:
-        """Give the layers to another stage, and this one fewer."""
+        """Give the layers to another stage, and fewer layers to this one."""
         assert self._layout is not None
         assert machine.layers is not None
         assert machine.offer is not None
@@ -401,12 +400,12 @@ class Front(Handler):
             self._transport.call_later(0.0, self._deliver)
 
     def _forget(self) -> None:
-        over: dict[str, list[int]] = {}
+        finished: dict[str, list[int]] = {}
         for number, route in self._scheduler.finished:
             for instance in route:
-                over.setdefault(instance, []).append(number)
+                finished.setdefault(instance, []).append(number)
         self._scheduler.finished.clear()
-        for instance, numbers in over.items():
+        for instance, numbers in finished.items():
             if instance in self._machines:
                 self._machines[instance].link.send(Message(kind=Kind.FORGET, meta={"sequences": numbers}))
 
@@ -423,7 +422,7 @@ class Front(Handler):
         message = Message(kind=Kind.ROWS, step=sent.number, meta=wire.meta_of(batch), payload=payload)
         try:
             self._machines[sent.route[0]].link.send(message)
-        except ValueError as error:  # too long: its own sequences fail
+        except ValueError as error:  # too large: fail the sequences of this batch only
             self._scheduler.fail(sent.number, now=time.monotonic(), why=str(error))
 
     def _on_batch_end(self, link: Link, message: Message) -> None:
@@ -463,6 +462,6 @@ class Front(Handler):
         self._scheduler.expire(now=now)
         for number, sent in list(self._scheduler.in_flight.items()):
             if now - sent.at > STUCK_S:
-                log.error("batch %d has had no answer for %g s", number, STUCK_S)
+                log.error("no result of batch %d after %g s", number, STUCK_S)
                 self._scheduler.fail(number, now=now)
         self._send_batches()

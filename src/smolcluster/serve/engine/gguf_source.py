@@ -28,7 +28,7 @@ _ENDS = (
 )
 
 
-_KINDS_OF_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our name: the header's
+_KINDS_OF_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # name here: name in the header
 
 
 class GGUFSource(ModelSource):
@@ -43,7 +43,7 @@ class GGUFSource(ModelSource):
 
     @classmethod
     def open(cls, path: Path) -> GGUFSource:
-        """Raise UserError if it is not a GGUF file."""
+        """Open a GGUF file. Raises UserError if it is not one."""
         try:
             return cls(path)
         except (ValueError, OSError) as error:
@@ -100,7 +100,7 @@ class GGUFSource(ModelSource):
         return {f"{kind}_token": texts[number] for kind, number in tokens.items() if number is not None}
 
     def _begins(self) -> bool:
-        """Whether every prompt begins with bos."""
+        """Return whether every prompt begins with bos."""
         given = self._file.metadata
         begins = given.get("tokenizer.ggml.model") == "llama" or given.get("tokenizer.ggml.pre") == "llama-bpe"
         try:

@@ -2,7 +2,7 @@
 
     plan             split the layers evenly, as given, or by measured speed and memory; then replicas, then spares
     remove_machine   give its layers to a spare, else to a replica of another stage, else to its neighbours
-    add_machine      put it where a machine is missing, else make it a spare
+    add_machine      add it to a stage that needs a machine, else make it a spare
     replan           some layers are on no machine: split all of them again, if the remaining machines can hold them
 
 Machines keep their layers wherever possible: moving them takes seconds and drops their caches.
@@ -40,7 +40,8 @@ class StageLayout:
         return next((i for i, stage in enumerate(self.stages) if machine in stage.machines), None)
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
+        """Return whether every layer is on a machine."""
         return bool(self.stages) and all(stage.machines for stage in self.stages)
 
 
@@ -67,7 +68,7 @@ class WeightSizes:
         return sum(self.layers[layers.start : layers.stop]) + ends
 
     @property
-    def each(self) -> list[int]:
+    def per_layer(self) -> list[int]:
         """Return the bytes of every layer; the first includes the embedding, the last the head."""
         return [self.of(range(n, n + 1)) for n in range(len(self.layers))]
 
@@ -80,12 +81,12 @@ def check_options(options: LayoutOptions, *, num_layers: int) -> None:
     if isinstance(counts, tuple) and (sum(counts) != num_layers or len(counts) != options.stages or min(counts) < 1):
         raise UserError(
             f"--layers {','.join(map(str, counts))}: for {options.stages} stages of a model with {num_layers} layers, give "
-            f"{options.stages} numbers of at least 1 that make {num_layers} together"
+            f"{options.stages} numbers of at least 1 whose sum is {num_layers}"
         )
 
 
 def plan(options: LayoutOptions, offers: Mapping[str, StageOffer], sizes: WeightSizes) -> StageLayout:
-    """Lay out all layers. With too few machines some stages have none, and the layout is not `whole`."""
+    """Lay out all layers. With too few machines some stages have none, and the layout is not `complete`."""
     order = sorted(offers, key=lambda machine: (offers[machine].name, machine))
     if options.distribution == "auto":
         order.sort(key=lambda machine: offers[machine].layer_s)  # the slowest become spares
@@ -125,15 +126,15 @@ def _memory_message(
     machine: str, span: range, layout: StageLayout, offers: Mapping[str, StageOffer], sizes: WeightSizes
 ) -> str:
     offer = offers[machine]
-    own, beside = _weight_bytes(offer, span, sizes), _bytes_beside(machine, layout, offers, sizes)
-    if own <= USABLE * offer.memory_bytes:
+    needed, others = _weight_bytes(offer, span, sizes), _colocated_bytes(machine, layout, offers, sizes)
+    if needed <= USABLE * offer.memory_bytes:
         return (
-            f"{offer.name} and the other stages on its machine need {(own + beside) / 1e9:.2f} GB of its "
+            f"{offer.name} and the other stages on its machine need {(needed + others) / 1e9:.2f} GB of its "
             f"{offer.shared_bytes / 1e9:.2f} GB, without caches: start stages on other machines, or use a smaller --dtype"
         )
     return (
         f"{offer.name} has {offer.memory_bytes / 1e9:.2f} GB, and layers {span.start} to {span.stop - 1} need "
-        f"{own / 1e9:.2f} GB, without caches: add machines, or use --layers auto or a smaller --dtype"
+        f"{needed / 1e9:.2f} GB, without caches: add machines, or use --layers auto or a smaller --dtype"
     )
 
 
@@ -146,7 +147,7 @@ def _split(options: LayoutOptions, offers: Sequence[StageOffer], sizes: WeightSi
         found = share_layers(
             range(len(offers)),
             [[offer.layer_s] * num_layers for offer in offers],
-            sizes.each,
+            sizes.per_layer,
             [usable_bytes(offer, sizes) for offer in offers],
         )
         if found is None:
@@ -161,26 +162,29 @@ def _split(options: LayoutOptions, offers: Sequence[StageOffer], sizes: WeightSi
 
 
 def usable_bytes(offer: StageOffer, sizes: WeightSizes) -> float:
-    """Return the memory for weights in bytes of `sizes`: at half the bytes for each number, twice as many fit."""
+    """Return the memory for weights in bytes of `sizes`: at half the bytes per number, twice as many numbers fit."""
     return USABLE * offer.memory_bytes * sizes.weight_bytes / offer.weight_bytes
 
 
 def fits(
     machine: str, layers: range, layout: StageLayout, offers: Mapping[str, StageOffer], sizes: WeightSizes
 ) -> bool:
-    """Whether the layers fit its memory, and that of the host or GPU which it shares with other stages."""
+    """Return whether the layers fit its memory, and the memory of the host or GPU which it shares with other stages."""
     offer = offers[machine]
-    own = _weight_bytes(offer, layers, sizes)
-    if own > USABLE * offer.memory_bytes:
+    needed = _weight_bytes(offer, layers, sizes)
+    if needed > USABLE * offer.memory_bytes:
         return False
-    return not offer.shared_bytes or own + _bytes_beside(machine, layout, offers, sizes) <= USABLE * offer.shared_bytes
+    others = _colocated_bytes(machine, layout, offers, sizes)
+    return not offer.shared_bytes or needed + others <= USABLE * offer.shared_bytes
 
 
 def _weight_bytes(offer: StageOffer, layers: range, sizes: WeightSizes) -> float:
     return sizes.of(layers) * offer.weight_bytes / sizes.weight_bytes
 
 
-def _bytes_beside(machine: str, layout: StageLayout, offers: Mapping[str, StageOffer], sizes: WeightSizes) -> float:
+def _colocated_bytes(machine: str, layout: StageLayout, offers: Mapping[str, StageOffer], sizes: WeightSizes) -> float:
+    """Return the bytes of the other stages on the same device."""
+
     def place(one: str) -> tuple[str, str]:
         return offers[one].host, offers[one].device
 
@@ -191,14 +195,14 @@ def _bytes_beside(machine: str, layout: StageLayout, offers: Mapping[str, StageO
 def add_machine(
     layout: StageLayout, machine: str, options: LayoutOptions, offers: Mapping[str, StageOffer], sizes: WeightSizes
 ) -> StageLayout:
-    """Add it to a stage without machines, else split merged stages, else to one with too few replicas, else as a spare."""
+    """Add it to a stage without machines; else split merged stages; else add a missing replica; else make it a spare."""
     stages = enumerate(layout.stages)
     empty = [i for i, s in stages if not s.machines and fits(machine, s.layers, layout, offers, sizes)]
-    if not empty and len(layout.stages) < options.stages and layout.whole:
+    if not empty and len(layout.stages) < options.stages and layout.complete:
         machines = {m for stage in layout.stages for m in stage.machines} | set(layout.spares) | {machine}
         with contextlib.suppress(UserError):  # one is too small for its share
             replanned = plan(options, {m: offers[m] for m in machines}, sizes)
-            if replanned.whole:
+            if replanned.complete:
                 return replanned
     few = [i for i, stage in enumerate(layout.stages) if len(stage.machines) < options.replicas]
     few = [i for i in few if fits(machine, layout.stages[i].layers, layout, offers, sizes)]
@@ -208,15 +212,15 @@ def add_machine(
     return _add(layout, wanted[0], machine)
 
 
-def remove_machine(layout: StageLayout, gone: str, offers: Mapping[str, StageOffer], sizes: WeightSizes) -> StageLayout:
+def remove_machine(layout: StageLayout, lost: str, offers: Mapping[str, StageOffer], sizes: WeightSizes) -> StageLayout:
     """Move the layers of a lost machine. If no other can hold them, its stage has no machine until one joins."""
-    if gone in layout.spares:
-        return replace(layout, spares=tuple(spare for spare in layout.spares if spare != gone))
-    place = layout.stage_of(gone)
+    if lost in layout.spares:
+        return replace(layout, spares=tuple(spare for spare in layout.spares if spare != lost))
+    place = layout.stage_of(lost)
     if place is None:
         return layout
     stage = layout.stages[place]
-    layout = _remove(layout, place, gone)
+    layout = _remove(layout, place, lost)
     for spare in layout.spares:
         if fits(spare, stage.layers, layout, offers, sizes):
             return _add(replace(layout, spares=tuple(s for s in layout.spares if s != spare)), place, spare)
@@ -232,9 +236,9 @@ def remove_machine(layout: StageLayout, gone: str, offers: Mapping[str, StageOff
 def replan(
     layout: StageLayout, options: LayoutOptions, offers: Mapping[str, StageOffer], sizes: WeightSizes
 ) -> StageLayout:
-    """Lay out all layers again where some are on no machine, in as many stages as asked for or in fewer. Return the layout
-    unchanged if none fits. Moving the other layers costs nothing here: without the missing ones nothing is served."""
-    if layout.whole:
+    """Lay out all layers again if some are on no machine, in the requested number of stages or fewer. Return the layout
+    unchanged if none fits. Moving the other layers costs nothing: without the missing ones no request can be served."""
+    if layout.complete:
         return layout
     machines = {m for stage in layout.stages for m in stage.machines} | set(layout.spares)
     for count in range(min(options.stages, len(machines)), 0, -1):
@@ -255,8 +259,8 @@ def _merge_into_neighbours(
     layout: StageLayout, place: int, offers: Mapping[str, StageOffer], sizes: WeightSizes
 ) -> StageLayout:
     """Remove the stage; divide its layers between the neighbouring stages, about half to each where both have room."""
-    span, before, behind = layout.stages[place].layers, place - 1, place + 1
-    neighbours = {i: layout.stages[i] for i in (before, behind) if 0 <= i < len(layout.stages)}
+    span, before, after = layout.stages[place].layers, place - 1, place + 1
+    neighbours = {i: layout.stages[i] for i in (before, after) if 0 <= i < len(layout.stages)}
     if not all(stage.machines for stage in neighbours.values()):
         return layout
     middle = (span.start + span.stop) / 2
@@ -264,8 +268,8 @@ def _merge_into_neighbours(
         wider: dict[int, range] = {}  # neighbours, with their new layers
         if cut > span.start and before in neighbours:
             wider[before] = range(neighbours[before].layers.start, cut)
-        if cut < span.stop and behind in neighbours:
-            wider[behind] = range(cut, neighbours[behind].layers.stop)
+        if cut < span.stop and after in neighbours:
+            wider[after] = range(cut, neighbours[after].layers.stop)
         all_taken = sum(len(layers) - len(neighbours[i].layers) for i, layers in wider.items()) == len(span)
         holders = [(machine, layers) for i, layers in wider.items() for machine in neighbours[i].machines]
         if all_taken and all(fits(machine, layers, layout, offers, sizes) for machine, layers in holders):

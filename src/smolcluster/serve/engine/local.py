@@ -18,7 +18,7 @@ from smolcluster.launch.local.processes import end_by_closing
 log = logging.getLogger(__name__)
 
 RESTART_DELAY_S = 0.5  # before a restart
-STEADY_S = 120.0  # of uptime, to reset the count of deaths; a small machine takes half a minute to start
+STEADY_S = 120.0  # uptime that resets the count of deaths; a small machine takes half a minute to start
 USER_ERROR = 2  # exit status for invalid options, after an error message
 MAX_DEATHS = 5  # in a row
 END_S = 5.0

@@ -29,16 +29,16 @@ class ModelSource(ABC):
 
     @abstractmethod
     def text(self) -> ChatTokenizer:
-        """Return tokenizer, chat template and stop tokens. Raises UserError if they are missing or of another model."""
+        """Return tokenizer, chat template and stop tokens. Raises UserError if they are missing or do not match the model."""
 
-    def openings(self) -> list[str]:
-        """Return beginnings of texts to continue, from the training text if it is on this machine."""
+    def example_prompts(self) -> list[str]:
+        """Return prompts from the training text, if it is on this machine."""
         return []
 
     def load(
         self, layers: range, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]:
-        """Read the parameters of one part (models/parts.py) only. Raises UserError with file and tensor."""
+        """Read only the parameters of one part (models/parts.py). Raises UserError with file and tensor."""
         try:
             self._check_unchanged()
             return self._load(layers, first=first, last=last, dtype=dtype, device=device)

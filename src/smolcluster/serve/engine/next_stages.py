@@ -1,4 +1,4 @@
-"""Links to the stages that come next. All methods run on the transport's thread, except where noted."""
+"""Links to the stages after this one. All methods run on the transport's thread, except where noted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smolcluster.comm.addresses import is_loopback, join_address, split_address
 from smolcluster.comm.elastic.transport.api import Dialer, Handler, Link, Transport
 from smolcluster.comm.elastic.transport.messages import Message
 
-DIAL_S = 1.5  # to reach the next stage
+DIAL_S = 1.5  # to connect to the next stage
 PASSED_ON = 64  # batches remembered for each link: an older one is no longer in flight
 EARLY_S = 0.05  # a timer may fire early by this much
 
@@ -26,8 +26,8 @@ def handler_of(
     refused: Callable[[str, str], None],
 ) -> Handler:
     """Return the handler of a dialled link; messages go to `base`."""
-    own = SimpleNamespace(linked=linked, unlinked=unlinked, refused=refused, place=base.place, received=base.received)
-    return cast(Handler, own)
+    hooks = SimpleNamespace(linked=linked, unlinked=unlinked, refused=refused, place=base.place, received=base.received)
+    return cast(Handler, hooks)
 
 
 class NextStages:
@@ -49,7 +49,7 @@ class NextStages:
         self._passed_on: dict[Link, deque[int]] = {}
 
     def dial(self, instance: str, address: str) -> None:
-        """Connect early. A loopback address is on the front's host: from another host, dial that."""
+        """Connect before the first batch. A loopback address is on the front's host: from another host, dial that host."""
         host, port = split_address(address)
         if is_loopback(host) and not is_loopback(self._front_host):
             address = join_address(self._front_host, port)
@@ -63,7 +63,7 @@ class NextStages:
             self._dialers[instance] = self._transport.dial(address, handler)
 
     def send(self, instance: str, address: str, message: Message) -> None:
-        """From any thread: over an open link at once, since waking the transport's thread takes longer."""
+        """Send a batch, from any thread. Over an open link at once: waking the transport's thread takes longer."""
         link = self._links.get(instance)
         if link is not None and link.open:
             self._pass_on(link, message)
@@ -108,8 +108,8 @@ class NextStages:
             self._failed(message.step, f"lost the next stage: {reason}")
 
     def _unlinked(self, instance: str, link: Link, reason: str) -> None:
-        """Fail the batches sent over this link, which may not have arrived, after DIAL_S: if the stage itself is dead the front
-        must detect that first, or it would count these failures against the sequences."""
+        """Fail the batches sent over this link, which may not have arrived, after DIAL_S: if the stage process is dead, the
+        front must detect that first, or it would count these failures against the sequences."""
         front, numbers = self._front_link(), self._passed_on.pop(link, ())
 
         def fail_all() -> None:
@@ -120,8 +120,8 @@ class NextStages:
         self._drop(instance, reason)
 
     def _pass_on(self, link: Link, message: Message) -> None:
-        def sent(whole: bool) -> None:
-            if whole:
+        def sent(complete: bool) -> None:
+            if complete:
                 self._passed_on.setdefault(link, deque(maxlen=PASSED_ON)).append(message.step)
             else:
                 self._failed(message.step, f"lost {link.peer.name}")

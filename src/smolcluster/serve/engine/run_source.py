@@ -64,25 +64,25 @@ class RunSource(ModelSource):
 
     def text(self) -> ChatTokenizer:
         tokenizer = _run_tokenizer(self._settings.data)
-        named = self._settings.model.vocab_size is not None
-        if not named and tokenizer.vocab_size != self.config.vocab_size:
+        explicit_vocab = self._settings.model.vocab_size is not None
+        if not explicit_vocab and tokenizer.vocab_size != self.config.vocab_size:
             raise UserError(
-                f"{self.name} was trained with {self.config.vocab_size} tokens, but its tokenizer "
+                f"{self.name} was trained with a vocabulary of {self.config.vocab_size} tokens, but its tokenizer "
                 f"({tokenizer.name}) now has {tokenizer.vocab_size}: its text or files have changed since the training"
             )
         if isinstance(tokenizer, HuggingFaceTokenizer):
             return self._checked(folder_tokenizer(Path(tokenizer.name)))
         return self._checked(bytewise_tokenizer(tokenizer))
 
-    def openings(self) -> list[str]:
-        if self._step == 0:  # imported: trained on another text
+    def example_prompts(self) -> list[str]:
+        if self._step == 0:  # an imported model was not trained on this run's data
             return []
         return example_prompts(self._settings.data)
 
 
 def _read_config(run: RunDir) -> Config:
     if not run.config.is_file():
-        raise UserError(f"{run.path} has no config.yaml, with the shape of the model; give the directory of a run")
+        raise UserError(f"{run.path} has no config.yaml, which defines the model; give the directory of a run")
     config = load_config([run.config])
     if config.task is not None or config.model.type not in ARCHITECTURES:
         known = " or ".join(ARCHITECTURES)
@@ -101,7 +101,7 @@ def _run_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def _short(path: Path) -> str:
-    """Relative to the working directory, if below it."""
+    """Return the path relative to the working directory, if it is below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

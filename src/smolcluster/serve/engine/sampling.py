@@ -1,4 +1,4 @@
-"""Sample the next token from the logits of a sequence, in the order of other engines:
+"""Sample the next token from the logits of a sequence, in this order, which other engines use too:
 
     repetition penalty      for all tokens so far, prompt included: divides positive logits, multiplies negative
     presence, frequency     subtracted from generated tokens: once, and once for each occurrence
@@ -55,7 +55,7 @@ class TokenSampler:
 
     @property
     def plain(self) -> bool:
-        """Whether it is greedy on the unmodified logits, without logprobs."""
+        """Return whether sampling is greedy on the unmodified logits, without logprobs."""
         one = self.sampling
         return one.temperature == 0 and one.logprobs is None and not one.looks_back
 
@@ -147,15 +147,15 @@ def likeliest(numbers: Floats, count: int) -> Ids:
     """Return the sorted indices of the `count` largest; of equal ones the first."""
     if count >= len(numbers):
         return np.arange(len(numbers))
-    return from_least(numbers, np.partition(numbers, len(numbers) - count)[len(numbers) - count], count)
+    return at_least(numbers, np.partition(numbers, len(numbers) - count)[len(numbers) - count], count)
 
 
-def from_least(numbers: Floats, least: float, count: int) -> Ids:
-    """As `likeliest`, given the smallest of them."""
-    places = np.flatnonzero(numbers >= least)
+def at_least(numbers: Floats, threshold: float, count: int) -> Ids:
+    """As `likeliest`, given the smallest of these numbers."""
+    places = np.flatnonzero(numbers >= threshold)
     surplus = len(places) - count
     if surplus:
-        equal = np.flatnonzero(numbers[places] == least)
+        equal = np.flatnonzero(numbers[places] == threshold)
         places = np.delete(places, equal[-surplus:])
     return places
 
@@ -170,7 +170,7 @@ def nucleus(weights: Floats, share: float) -> Ids:
         if not first or sums[-1] >= wanted:
             break
     last = min(int(np.searchsorted(sums, wanted, side="left")), len(sums) - 1)
-    return from_least(weights, largest[last], last + 1)
+    return at_least(weights, largest[last], last + 1)
 
 
 def with_logprobs(token: int, logits: Floats, count: int) -> Token:

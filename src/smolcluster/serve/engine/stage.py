@@ -1,10 +1,10 @@
-"""A stage: joins a front, loads the layers it is assigned, and passes batches on.
+"""A stage: joins a front, loads the layers it is assigned, and forwards batches.
 
     transport's thread     receives, and queues tasks; computes short batches itself
     main thread            loads, computes, samples; one task after the other
 
-A batch that cannot be computed ends here with FAILED to the front, which restarts its sequences. A lost front is redialled
-until it or another answers; layers are kept meanwhile, caches are not.
+A batch that cannot be computed is reported as FAILED to the front, which restarts its sequences. If the front is lost, its
+address is dialled until a front accepts the connection; layers are kept meanwhile, caches are not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from smolcluster.serve.engine.wire import Assignment, HopTiming, SamplingState, 
 log = logging.getLogger(__name__)
 
 REMEMBERED = 65536  # finished sequences, to ignore their late rows
-# Share of the free memory: a cache that grows exists twice for a moment, and has room beyond its tokens.
+# Share of the free memory: a cache that grows exists twice for a moment, and has unused capacity.
 FOR_CACHES = 0.75
 PROBES = 8
 QUICK_TOKENS, QUICK_S = 64, 0.15
@@ -69,8 +69,8 @@ class StageWorker(Handler):
         memory_bytes: int | None = None,
         files: Path | None = None,
     ) -> None:
-        """`advertise`: the host that peers dial, if not the one listened on. `files`: a file or folder that the front may
-        name; without it, only models in installed packages are opened, and other weights come from the front."""
+        """`advertise`: the host that peers dial, if not the one listened on. `files`: a file or folder from which the front
+        may request weights; without it, only models in installed packages are opened, and other weights come from the front."""
         self._front_address, self._name, self._host, self._device = front, name, host, device
         self._dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         self._memory_bytes = memory_bytes
@@ -116,10 +116,10 @@ class StageWorker(Handler):
         self._tasks.put(task)
 
     def _runs_inline(self, batch: StageBatch) -> bool:
-        """Whether to compute on the transport's thread: waking the main thread takes longer than a short batch.
+        """Return whether to compute on the transport's thread: waking the main thread takes longer than a short batch.
 
-        Only while the main thread is idle, and if the batch is so short that no heartbeat is late. Its time is estimated in
-        proportion to the tokens of the last batch, and as at least that of the last batch.
+        Only while the main thread is idle, and if the batch is so short that no heartbeat is late. Its time is estimated from
+        the last batch: in proportion to the tokens, but at least as long.
         """
         idle = self._queued == self._done
         tokens, seconds = self._last_batch
@@ -242,7 +242,7 @@ class StageWorker(Handler):
         model, layers = self._model, assignment.layers
         assert model is not None
         if assignment.name != self._name:
-            log.info("renamed to %s: the server has another %s", printable(assignment.name), self._name)
+            log.info("renamed to %s: another stage is named %s", printable(assignment.name), self._name)
             self._name = assignment.name
         try:
             if not self._is_loaded(assignment):
@@ -277,7 +277,7 @@ class StageWorker(Handler):
         self._send_front(Kind.HELD, step=number, meta={"room": room})
 
     def _room(self) -> int:
-        """Return how many tokens' keys and values fit the free memory."""
+        """Return for how many tokens keys and values fit the free memory."""
         part, free = self._stage_model, free_bytes(self._device)
         assert part is not None
         if self._memory_bytes is not None:
@@ -317,12 +317,12 @@ class StageWorker(Handler):
             encoded, used = wire.encode(out, model.codec) if rows else (payload, codec)
             synchronize(self._device)
             spent = (*batch.spent, self._timing(rows, arrived, began))
-            passed = dataclasses.replace(batch, rows=rows or batch.rows, route=batch.route[1:], spent=spent)
-            return Message(kind=Kind.ROWS, step=number, codec=used, meta=wire.meta_of(passed), payload=encoded)
+            forwarded = dataclasses.replace(batch, rows=rows or batch.rows, route=batch.route[1:], spent=spent)
+            return Message(kind=Kind.ROWS, step=number, codec=used, meta=wire.meta_of(forwarded), payload=encoded)
         for sequence, opening in batch.samplings.items():
             if sequence not in self._finished:
                 self._samplers[sequence] = _sampler(opening)
-        chosen = self._sample([row for row in rows if row.answer], out) if rows else {}
+        chosen = self._sample([row for row in rows if row.logits], out) if rows else {}
         spent = (*batch.spent, self._timing(rows, arrived, began))
         return Message(kind=Kind.CHOSEN, meta=wire.chosen_meta(chosen, spent))
 
@@ -409,7 +409,7 @@ def probe(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> fl
     for start in range(min(PROBES, config.max_seq_len)):
         synchronize(device)
         began = time.perf_counter()
-        part.run([Row(sequence=0, start=start, count=1, answer=False)], x)
+        part.run([Row(sequence=0, start=start, count=1, logits=False)], x)
         synchronize(device)
         times.append(time.perf_counter() - began)
     return min(times)

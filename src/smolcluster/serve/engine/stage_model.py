@@ -1,15 +1,15 @@
 """Some layers of a model on one machine, and the key-value caches of their sequences.
 
-    tokens or activations ──> [ embedding? | layers a..b | head? ] ──> activations, or logits of the rows with `answer`
+    tokens or activations ──> [ embedding? | layers a..b | head? ] ──> activations, or logits of the rows with `logits`
                                              │
                                              └ one growing cache for each sequence
 
 A step takes *rows* of different sequences: chunks of prompts, or the token sampled last (`models/ragged.py`). Each row has its
-start position, so nothing has to be undone after a failure: rows are sent again from any cached position, and the cache is cut
-there.
+start position, so nothing is rolled back after a failure: rows are sent again from any cached position, and the cache is
+truncated there.
 
 After an exception in `run` the caches are consistent: unchanged if the rows were refused (ValueError), else (out of memory, an
-interrupt) unchanged or cut to the `start` of their row.
+interrupt) unchanged or truncated to the `start` of their row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from smolcluster.models.protocols import DecoderConfig, Pipelined, Ragged
 from smolcluster.models.registry import build
-from smolcluster.serve.engine.types import Flag, Positive, Whole
+from smolcluster.serve.engine.types import Flag, Natural, Positive
 
 STEP = 64  # cache capacity is a multiple of this
 
@@ -32,10 +32,10 @@ STEP = 64  # cache capacity is a multiple of this
 class Row(NamedTuple):
     """New tokens of one sequence."""
 
-    sequence: Whole
-    start: Whole  # the cache must hold this many tokens, and is cut to them
+    sequence: Natural
+    start: Natural  # the cache must hold this many tokens, and is truncated to them
     count: Positive  # type: ignore[assignment]  # new tokens; shadows tuple.count
-    answer: Flag  # the last stage returns logits after its last token
+    logits: Flag  # the last stage returns the logits after the last token of the row
 
     @property
     def end(self) -> int:
@@ -62,7 +62,7 @@ class SequenceCache:
     def room(self) -> int:
         return self.kv.size(3)
 
-    def cut(self, start: int, *, room: int) -> None:
+    def truncate(self, start: int, *, room: int) -> None:
         """Keep the first `start` tokens, and grow to `room`."""
         self.length = start
         if room > self.room:
@@ -74,8 +74,8 @@ class SequenceCache:
 def cache_capacity(tokens: int, *, room: int, limit: int) -> int:
     """Return the capacity of a cache for `tokens`.
 
-    It grows by at least a quarter: all copies together are at most five times the final size, and at most a fifth of it (and
-    one step) is unused.
+    It grows by at least a quarter: all copies together are at most five times the final size, and at most a fifth of it (plus
+    STEP) is unused.
     """
     if tokens <= room:
         return room
@@ -104,14 +104,14 @@ class StageModel:
     ) -> None:
         self.config, self.layers, self.first, self.last = config, layers, first, last
         self.device, self.dtype = device, dtype
-        # Names and shapes only: `assign` puts the weights in their place.
+        # Names and shapes only: `assign=True` replaces the parameters with the weights.
         with torch.device("meta"):
-            whole = build(config)
-        assert isinstance(whole, Pipelined)
-        stage = whole.stage(layers, first=first, last=last).requires_grad_(False).eval()
-        # Not copied if device and dtype match. torch names missing and misshapen ones in a RuntimeError.
-        own = {name: weights[name].to(device, dtype) for name, _ in stage.named_parameters() if name in weights}
-        stage.load_state_dict(own, assign=True)
+            model = build(config)
+        assert isinstance(model, Pipelined)
+        stage = model.stage(layers, first=first, last=last).requires_grad_(False).eval()
+        # Not copied if device and dtype match. torch raises RuntimeError with the names of missing and misshapen weights.
+        state = {name: weights[name].to(device, dtype) for name, _ in stage.named_parameters() if name in weights}
+        stage.load_state_dict(state, assign=True)
         assert isinstance(stage, Ragged)
         self._model = stage
         self._caches: dict[int, SequenceCache] = {}
@@ -120,13 +120,13 @@ class StageModel:
     def run(self, rows: Sequence[Row], x: Tensor) -> Tensor:
         """Run token ids (N,) on the first stage, else activations (N, D), concatenated over the rows.
 
-        Return activations (N, D); on the last stage logits of the rows with `answer`, in fp32 or wider.
+        Return activations (N, D); on the last stage logits of the rows with `logits`, in fp32 or wider.
         """
         self._check(rows, x)
         x = x.to(self.device) if self.first else x.to(self.device, self.dtype)
         caches = [self._caches.get(row.sequence) or self._new_cache() for row in rows]
         for row, cache in zip(rows, caches, strict=True):
-            cache.cut(row.start, room=cache_capacity(row.end, room=cache.room, limit=self.config.max_seq_len))
+            cache.truncate(row.start, room=cache_capacity(row.end, room=cache.room, limit=self.config.max_seq_len))
         pieces = [
             CachedRow(start=row.start, count=row.count, cache=cache.kv) for row, cache in zip(rows, caches, strict=True)
         ]
@@ -134,17 +134,17 @@ class StageModel:
             x = self._model.embed_pieces(x, pieces)
         x = self._model.run_pieces(x, pieces)
         if self.last:
-            x = self._answer(rows, x)
+            x = self._logits(rows, x)
         # Commit the new tokens.
         for row, cache in zip(rows, caches, strict=True):
             cache.length = row.end
             self._caches[row.sequence] = cache
         return x
 
-    def _answer(self, rows: Sequence[Row], x_ND: Tensor) -> Tensor:
-        """Return logits after the last token of each row with `answer`. The head is expensive: it runs on these alone."""
+    def _logits(self, rows: Sequence[Row], x_ND: Tensor) -> Tensor:
+        """Return logits after the last token of each row with `logits`. The head is expensive: it runs only on these."""
         ends = accumulate(row.count for row in rows)
-        chosen = torch.tensor([end - 1 for row, end in zip(rows, ends, strict=True) if row.answer], dtype=torch.int64)
+        chosen = torch.tensor([end - 1 for row, end in zip(rows, ends, strict=True) if row.logits], dtype=torch.int64)
         logits = self._model.head(x_ND[chosen.to(x_ND.device)])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -159,11 +159,11 @@ class StageModel:
             if row.end > limit:
                 raise ValueError(f"sequence {row.sequence}: {row.end} tokens do not fit max_seq_len {limit}")
         held = self.lengths()
-        lacking = [row for row in rows if row.start > held.get(row.sequence, 0)]
-        if lacking:
+        uncached = [row for row in rows if row.start > held.get(row.sequence, 0)]
+        if uncached:
             reasons = ", ".join(
                 f"sequence {row.sequence} continues at {row.start}, but {held.get(row.sequence, 0)} tokens are cached"
-                for row in lacking
+                for row in uncached
             )
             raise ValueError(f"{reasons}: send them again from the first token")
         total = sum(row.count for row in rows)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 class StageWeights:
     def __init__(self, device: torch.device, dtype: torch.dtype, *, files: Path | None = None) -> None:
-        """`files`: the file or folder that the front may name."""
+        """`files`: the file or folder from which the front may request weights (--model)."""
         self._device, self._dtype = device, dtype
         self._files = None if files is None else files.resolve()
         self._source: ModelSource | None = None  # the one opened last
@@ -39,7 +39,7 @@ class StageWeights:
         self.tensors = {name: tensor.to(self._device, self._dtype) for name, tensor in tensors.items()}
 
     def load(self, model: ServedModel, assignment: Assignment) -> bool:
-        """Read what is missing from files. Return False if this machine has none of them."""
+        """Load the missing weights from local files. Return False if this machine has no such files."""
         source, layers = self._find(model), assignment.layers
         if source is None:
             return False
@@ -47,7 +47,7 @@ class StageWeights:
         kept = {name: self.tensors[name] for name in names}
         names, none = list(model.config.shapes()), range(layers.start, layers.start)
 
-        def lacks(part: range, *, first: bool = False, last: bool = False) -> bool:
+        def lacks(part: range, *, first: bool = False, last: bool = False) -> bool:  # embedding, head
             return not kept.keys() >= set(part_of(names, model.config, part, first=first, last=last))
 
         missing = [n for n in layers if lacks(range(n, n + 1))]
@@ -80,21 +80,23 @@ class StageWeights:
             return self._source
         name = printable(model.name)
         if not self._may_open(model.reference):
-            log.info("the server may not open files of %s here (see --model): it will send the weights", name)
+            log.info("%s may not be loaded from local files (see --model): receiving the weights from the server", name)
             return None
         try:
             found = open_source(model.reference)
         except SmolclusterError as error:
-            log.info("the files of %s are not on this machine (%s): the server will send the weights", name, error)
+            log.info("%s is not on this machine (%s): receiving the weights from the server", name, error)
             return None
         if found.fingerprint != model.fingerprint:
-            log.warning("%s has other weights on this machine: the server will send its own", found.name)
+            log.warning(
+                "the local copy of %s differs from the served model: receiving the weights from the server", found.name
+            )
             return None
         self._source = found
         return found
 
     def _may_open(self, reference: Mapping[str, str]) -> bool:
-        """Whether the owner of this machine lets the front name these files."""
+        """Return whether --model allows loading these files. Models in installed packages are always allowed."""
         if reference.get("kind") == "package":
             return True
         try:
@@ -104,7 +106,7 @@ class StageWeights:
 
 
 def _spans(numbers: list[int]) -> list[range]:
-    """[3, 4, 8] -> 3 to 4, 8 to 8."""
+    """Return runs of consecutive numbers: [3, 4, 8] -> 3 to 4, 8 to 8."""
     spans: list[range] = []
     for number in numbers:
         if spans and spans[-1].stop == number:

@@ -1,4 +1,4 @@
-"""The interface of an inference engine: `SequenceRequest` in, `Token`s out. One process and many machines have the same."""
+"""The interface of an inference engine, in one process or on several machines: `SequenceRequest` in, `Token`s out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from smolcluster.errors import SmolclusterError
 
 Finish = Literal["stop", "length"]
 
-# Fields of values from the network. Strict: no text is taken for a number, and no true for 1.
+# Types of fields from the network. Strict: a string is not converted to a number, nor true to 1.
 MAX_NAME = 200
 Name = Annotated[str, Field(strict=True, max_length=MAX_NAME)]
 Flag = Annotated[bool, Field(strict=True)]
-Whole = Annotated[int, Field(strict=True, ge=0)]
+Natural = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[int, Field(strict=True, ge=1)]
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Amount = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0.0)]
@@ -24,7 +24,7 @@ Amount = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0.0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a token is sampled from the logits. The defaults are the model's own distribution."""
+    """How a token is sampled from the logits. By default, from the model's unmodified distribution."""
 
     temperature: Amount = 1.0  # 0: greedy, after the penalties
     top_k: Positive | None = None
@@ -33,13 +33,13 @@ class SamplingParams:
     repetition_penalty: Amount = 1.0
     presence_penalty: Real = 0.0  # subtracted once from every token generated so far
     frequency_penalty: Real = 0.0  # subtracted for each time that it was generated
-    # A token depends on this, its position and the logits alone.
+    # A token depends only on this, its position and the logits.
     seed: Annotated[int, Field(strict=True, ge=-(2**63))] = 0
-    logprobs: Whole | None = None  # how many top tokens to report beside the sampled one
+    logprobs: Natural | None = None  # how many top tokens to report in addition to the sampled one
 
     @property
     def looks_back(self) -> bool:
-        """Whether the result depends on earlier tokens."""
+        """Return whether the result depends on earlier tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -93,21 +93,21 @@ class Engine(Protocol):
 
     @property
     def model_context(self) -> int:
-        """The model's longest sequence, prompt and answer together."""
+        """The model's longest sequence: prompt and generated tokens."""
 
     @property
     def context(self) -> int:
-        """The same, limited by the memory of the connected machines."""
+        """`model_context`, limited by the memory of the connected machines."""
 
     def stream(self, request: SequenceRequest) -> AsyncGenerator[Token, None]:
-        """Yield the tokens that follow. Closing the generator frees the sequence at once.
+        """Yield the generated tokens. Closing the generator frees the sequence at once.
 
         Raises Busy, Unavailable or PromptTooLong before the first token; Unavailable or RetriesExhausted later if its machines
         stay lost.
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the state for /health, /config and the page: which machine holds which layers, and its work.
+        """Return the state for /health, /config and the page: which machine holds which layers, and its load.
 
         {"ready": true, "model": "smollm2", "layers": 30, "codec": "fp16",
          "stages": [{"layers": [0, 14],                                                      first and last

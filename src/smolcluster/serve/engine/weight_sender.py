@@ -1,4 +1,4 @@
-"""Weights for stages without the model's files, from the front: one stage after the other, a few slices at a time."""
+"""Send weights from the front to stages without the model's files: one stage at a time, a few slices in flight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLICES_AHEAD = 4  # queued on a link
 
 
 class WeightSender:
-    """Reads and sends on a separate thread, one share of the model after the other."""
+    """Reads and sends on a separate thread, the layers of one stage at a time."""
 
     def __init__(self, transport: Transport, source: ModelSource) -> None:
         self._transport, self._source = transport, source
@@ -41,7 +41,7 @@ class WeightSender:
                 device = torch.device("cpu")
                 tensors = self._source.load(layers, first=first, last=last, dtype=dtype, device=device)
                 messages = iter(state_messages(tensors, {"assignment": assignment}))
-            except Exception as error:  # noqa: BLE001 - of any kind: the stage would wait for ever
+            except Exception as error:  # noqa: BLE001 - of any kind: else the stage would wait forever
                 problem = f"the server cannot read the weights: {str(error)[:400] or type(error).__name__}"
                 self._transport.call_later(0.0, lambda: failed(problem))
             else:
@@ -66,4 +66,4 @@ class WeightSender:
         for _ in range(SLICES_AHEAD):
             self._transport.call_later(0.0, send_next)
         while not done.wait(0.2) and not self._closed:
-            pass  # hold the thread until this share is sent
+            pass  # hold the thread until these layers are sent

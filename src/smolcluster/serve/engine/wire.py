@@ -2,20 +2,20 @@
 
     stage                                       front
       ASK                                ->
-                                         <-       PLAN      the model's shape and where its weights are: `ServedModel`
+                                         <-       PLAN      the model's shape and the path of its weights: `ServedModel`
       JOIN   memory, speed, address      ->                 `StageOffer`
                                          <-       LAYERS    to load: `Assignment`
       HELD   loaded, with room for n     ->
-             tokens; or what is missing
+             tokens; or weights needed
                                          <-       STATE     the weights, for a stage without files
-                                         <-       ROWS      a batch: tokens, and the way it goes: `StageBatch`
+                                         <-       ROWS      a batch: tokens, and its route: `StageBatch`
       ROWS -> the next stage ... the last one
       CHOSEN                             ->                 a `Token` for each sequence
       FAILED                             ->
                                          <-       FORGET    finished sequences
 
 Input is not trusted: the `read_` functions return a value or raise ValueError, which closes the link. A stage accepts a batch
-only with the front's secret, which the front sends to stages that hold layers; else any peer could write into the caches.
+only with the front's secret, which the front sends to stages that hold layers; otherwise any peer could write into the caches.
 
 Activations are sent in a codec. Error of one number:
 
@@ -45,7 +45,7 @@ from smolcluster.models.parts import type_name
 from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import architecture_of, from_plain, to_plain
 from smolcluster.serve.engine.stage_model import Row
-from smolcluster.serve.engine.types import Amount, Flag, Name, Positive, Real, SamplingParams, Token, Whole
+from smolcluster.serve.engine.types import Amount, Flag, Name, Natural, Positive, Real, SamplingParams, Token
 
 CODECS = ("fp32", "bf16", "fp16", "int8")
 TYPES = {type_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
@@ -62,7 +62,7 @@ Key = Annotated[int, Field(ge=0)]  # a sequence; not strict, since JSON keys are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The model, and how a machine that has its files opens them."""
+    """The model, and how a machine that has its files finds them."""
 
     name: str
     config: DecoderConfig
@@ -81,15 +81,15 @@ class StageOffer:
     device: Name
     cores: Positive  # used
     host_cores: Positive
-    memory_bytes: Whole
+    memory_bytes: Natural
     layer_s: Amount  # time of one token through one layer
-    weight_bytes: Positive = 4  # of one number
-    shared_bytes: Whole = 0  # total memory of its host or GPU, shared by all processes; 0: unknown
+    weight_bytes: Positive = 4  # per number
+    shared_bytes: Natural = 0  # total memory of its host or GPU, shared by all processes; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    first_layer: Whole
+    first_layer: Natural
     num_layers: Positive
     first: Flag
     last: Flag
@@ -106,9 +106,9 @@ class SamplingState(NamedTuple):
     """How to sample a sequence. `tokens` (prompt, then generated) only if the result depends on them."""
 
     sampling: SamplingParams
-    position: Whole  # of the next token
-    tokens: tuple[Whole, ...] = ()
-    prompt: Whole = 0  # how many of `tokens` are the prompt
+    position: Natural  # of the next token
+    tokens: tuple[Natural, ...] = ()
+    prompt: Natural = 0  # how many of `tokens` are the prompt
 
 
 class HopTiming(NamedTuple):
@@ -147,12 +147,12 @@ class _ModelMeta(BaseModel):
 
 
 class _ChosenMeta(BaseModel):
-    rows: list[tuple[Whole, Whole, Real | None, tuple[tuple[Whole, Real], ...]]]
+    rows: list[tuple[Natural, Natural, Real | None, tuple[tuple[Natural, Real], ...]]]
     spent: list[HopTiming] = []
 
 
 class _Room(BaseModel):
-    room: Whole
+    room: Natural
 
 
 class _Need(BaseModel):
@@ -160,7 +160,7 @@ class _Need(BaseModel):
 
 
 class _Forgotten(BaseModel):
-    sequences: list[Whole]
+    sequences: list[Natural]
 
 
 @functools.cache
@@ -239,7 +239,7 @@ def read_room(meta: Mapping[str, Any]) -> int:
 
 
 def read_type(meta: Mapping[str, Any]) -> torch.dtype:
-    """Read the dtype of the weights that HELD asks for."""
+    """Read the dtype of the weights that HELD requests."""
     name = _read(_Need, meta).need
     if name not in TYPES:
         raise ValueError(f"unknown dtype of weights {name[:20]!r}")

@@ -1,15 +1,15 @@
 """The service as an ASGI application: OpenAI's API, a simpler one, the page, and monitoring.
 
-    POST /v1/chat/completions, /v1/completions     OpenAI's, whole or as server-sent events
+    POST /v1/chat/completions, /v1/completions     OpenAI's, as JSON or as server-sent events
     GET  /v1/models, /v1/models/NAME               the one model that is served
     POST /chat, /query                             a message or a prompt; see `request_parsing.py`
-    GET  /health                                   200 when ready, else 503; without the key
+    GET  /health                                   200 when ready, else 503; no key required
     GET  /config, /metrics, /events                settings; Prometheus; the layout, live
-    POST /login                                    a cookie for the key
-    GET  /, /static/*                              the page; without the key
+    POST /login                                    sets a cookie for the key
+    GET  /, /static/*                              the page; no key required
 
-Errors have OpenAI's shape. An error within a stream is its last event. A client that disconnects, or takes nothing of its
-stream, frees its sequences at once.
+Errors have OpenAI's format. An error within a stream is its last event. When a client disconnects, or does not read its stream,
+its sequences are freed at once.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 STATIC = Path(__file__).parents[1] / "static"
-DRAIN_S = 1.0  # for running answers, when the server stops; less than HttpLimits.ending_s
+DRAIN_S = 1.0  # for running responses, when the server stops; less than the shutdown timeout in HttpLimits
 POLL_S = 0.1  # polling interval of /events
 KEEP_ALIVE_S = 15.0  # keep-alive interval of /events: only writing detects a vanished viewer
-CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the answer
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response
 
 _POSTS = ("/v1/chat/completions", "/v1/completions", "/chat", "/query", "/login")
 _GETS = ("/", "/health", "/config", "/metrics", "/events", "/v1/models")
 _CODES = {401: "invalid_api_key"}
-_ENDS = re.compile("[\\x85\\u2028\\u2029]")  # line ends for splitlines and JavaScript
+_LINE_ENDS = re.compile("[\\x85\\u2028\\u2029]")  # line terminators of str.splitlines and JavaScript
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 def route_of(path: str) -> str:
-    """Return the route's name in the metrics: a fixed set."""
+    """Return the route label for metrics (bounded cardinality)."""
     if path in _POSTS or path in _GETS:
         return path
     return next((start for start in ("/v1/models/", "/static/") if path.startswith(start)), "other")
@@ -84,7 +84,9 @@ def error_json(status: int, text: str) -> tuple[str, bytes]:
 def _methods(path: str) -> tuple[str, ...]:
     if path in _POSTS:
         return ("POST",)
-    return READ_ONLY if route_of(path) != "other" else (*READ_ONLY, "POST")  # 404 for both
+    if route_of(path) == "other":  # the router responds with 404, not 405
+        return (*READ_ONLY, "POST")
+    return READ_ONLY
 
 
 def _is_page(path: str) -> bool:
@@ -127,7 +129,7 @@ class Api:
             return
         status, streamed = CLIENT_CLOSED, False
 
-        async def counted(message: Message) -> None:
+        async def tracked_send(message: Message) -> None:
             nonlocal status, streamed
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -135,21 +137,21 @@ class Api:
             await send(message)
 
         try:
-            await self._app(scope, receive, counted)
+            await self._app(scope, receive, tracked_send)
         except asyncio.CancelledError:
             if not self._closing.is_set() or (status != CLIENT_CLOSED and not streamed):
                 raise
             kind, body = error_json(503, "the server is stopping")
             if streamed:  # while it waited for a token
-                await counted({"type": "http.response.body", "body": _events_of([body])})
+                await tracked_send({"type": "http.response.body", "body": _events_of([body])})
             else:
                 headers = {"retry-after": "5", "connection": "close"}
-                await answer(503, kind, body, headers=headers, send=hardened(counted))
+                await answer(503, kind, body, headers=headers, send=hardened(tracked_send))
         finally:
             self.service.metrics.requests[route_of(scope["path"]), status] += 1
 
     async def close(self) -> None:
-        """End /events. Running answers get DRAIN_S, then end with an error."""
+        """End /events. Running responses get DRAIN_S, then end with an error."""
         self._closing.set()
         asyncio.get_running_loop().call_later(DRAIN_S, self.service.end)
 
@@ -177,7 +179,7 @@ class Api:
                 Route("/", self._static),
                 Route("/static/{path:path}", self._static),
             ],
-            exception_handlers={SmolclusterError: _refused, 404: _not_found, 500: _refused},
+            exception_handlers={SmolclusterError: _error_handler, 404: _not_found, 500: _error_handler},
         )
         app.router.redirect_slashes = False
         return app
@@ -186,36 +188,37 @@ class Api:
 
     def _openai(self, read: Callable[[Json], ParsedRequest], shape: ResponseFormat) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
-            asked, job = await self._prepared(request, read)
+            parsed, job = await self._read_and_prepare(request, read)
             head = {
                 "id": f"{shape.prefix}-{secrets.token_hex(12)}",
                 "created": int(time.time()),
                 "model": self.service.model_name,
                 "system_fingerprint": None,
             }
-            logprobs = asked.request.logprobs is not None
-            if asked.stream:
-                frames = _openai_frames(shape, head, job, logprobs=logprobs, include_usage=asked.include_usage)
-                return await self._streamed(request, job, frames)
-            choices = await while_connected(request.receive, self.service.whole(job))
-            return _answer(
-                response_bodies.whole_body(shape, head, choices, usage=job.usage, seed=job.seed, logprobs=logprobs)
+            logprobs = parsed.request.logprobs is not None
+            if parsed.stream:
+                encode = _openai_encoder(shape, head, job, logprobs=logprobs, include_usage=parsed.include_usage)
+                return await self._stream_response(request, job, encode)
+            choices = await while_connected(request.receive, self.service.complete(job))
+            body = response_bodies.completion_body(
+                shape, head, choices, usage=job.usage, seed=job.seed, logprobs=logprobs
             )
+            return _json_response(body)
 
         return endpoint
 
     def _simple(self, read: Callable[[Json], ParsedRequest]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
-            asked, job = await self._prepared(request, read)
-            if asked.stream:
-                return await self._streamed(request, job, _simple_frames(self.service.model_name, job))
-            (choice,) = await while_connected(request.receive, self.service.whole(job))
+            parsed, job = await self._read_and_prepare(request, read)
+            if parsed.stream:
+                return await self._stream_response(request, job, _simple_encoder(self.service.model_name, job))
+            (choice,) = await while_connected(request.receive, self.service.complete(job))
             ending = response_bodies.simple_ending(self.service.model_name, choice, job.usage, job.seed)
-            return _answer({"response": choice.text, **ending})
+            return _json_response({"response": choice.text, **ending})
 
         return endpoint
 
-    async def _prepared(
+    async def _read_and_prepare(
         self, request: Request, read: Callable[[Json], ParsedRequest]
     ) -> tuple[ParsedRequest, CompletionJob]:
         limits = self.service.limits
@@ -230,50 +233,50 @@ class Api:
                 body_s=limits.body_s,
                 readers=self._readers,
             )
-            asked = read(body)
-            return asked, await self.service.prepare(asked.request)
+            parsed = read(body)
+            return parsed, await self.service.prepare(parsed.request)
         finally:
             self._preparing -= 1
 
-    async def _streamed(self, request: Request, job: CompletionJob, frames: Frames) -> Response:
-        """Wait for the first chunk: an error before it still gets its own status."""
-        pieces = self.service.stream(job)
+    async def _stream_response(self, request: Request, job: CompletionJob, encode: StreamEncoder) -> Response:
+        """Wait for the first chunk, so that an error before it is sent with its HTTP status."""
+        chunks = self.service.stream(job)
         try:
-            piece = await while_connected(request.receive, anext(pieces))
+            first = await while_connected(request.receive, anext(chunks))
         except BaseException:
-            await pieces.aclose()
+            await chunks.aclose()
             raise
-        return event_stream(_encoded(_chain(piece, pieces), frames), source=pieces, write_s=self._write_s)
+        return event_stream(_event_stream(_chain(first, chunks), encode), source=chunks, write_s=self._write_s)
 
     # Monitoring
 
     async def _models(self, _: Request) -> Response:
-        return _answer({"object": "list", "data": [self._described()]})
+        return _json_response({"object": "list", "data": [self._model_body()]})
 
     async def _model(self, request: Request) -> Response:
         self.service.check_model(request.path_params["name"])
-        return _answer(self._described())
+        return _json_response(self._model_body())
 
-    def _described(self) -> Json:
+    def _model_body(self) -> Json:
         name = self.service.model_name
         return {"id": name, "object": "model", "created": self._created, "owned_by": "smolcluster"}
 
     async def _health(self, _: Request) -> Response:
         state = self.service.engine.state()
         if state.get("ready"):
-            return _answer({"status": "ok", "ready": True})
+            return _json_response({"status": "ok", "ready": True})
         connected, wanted = state.get("there", 0), state.get("wanted", 0)
         few = f": {connected} of {wanted} connected" if connected < wanted else ""
         waiting = {"status": f"waiting for machines{few}", "ready": False, "progress": _progress(state)}
         if self._key is None:  # they contain paths; with a key, see /events
             waiting["problems"] = state.get("problems", [])
-        return _answer(waiting, 503, retry_s=Unavailable.retry_after_s)
+        return _json_response(waiting, 503, retry_s=Unavailable.retry_after_s)
 
     async def _config(self, _: Request) -> Response:
         service = self.service
         state = service.engine.state()
         stages = state.get("stages", [])
-        return _answer(
+        return _json_response(
             {
                 "model": service.model_name,
                 "context": service.engine.context,
@@ -286,7 +289,7 @@ class Api:
                 "needs_key": self._key is not None,
                 "version": smolcluster.__version__,
                 "chat": service.text.has_template,
-                "openings": list(service.openings),
+                "openings": list(service.example_prompts),
             }
         )
 
@@ -301,7 +304,7 @@ class Api:
         if self._viewers >= self.service.limits.viewers:
             raise Busy(f"{self._viewers} viewers already; try again later")
         states = self._states()
-        first = await anext(states, None)  # no await before this: it is counted from here on
+        first = await anext(states, None)  # do not await before this line: the viewer is counted from here on
         if first is None:
             raise Unavailable("the server is stopping")
         return event_stream(_chain(first, states), source=states, write_s=self._write_s)
@@ -335,10 +338,12 @@ class Api:
     async def _login(self, request: Request) -> Response:
         given = request_parsing.read_key(await read_object(request.scope, request.receive, max_bytes=4096))
         if self._key is None:
-            return _answer({"ok": True})
+            return _json_response({"ok": True})
         if not equal(given, self._key):
-            return _answer(response_bodies.error_body("wrong key", status=401, field="key", code=_CODES[401]), 401)
-        response = _answer({"ok": True})
+            return _json_response(
+                response_bodies.error_body("wrong key", status=401, field="key", code=_CODES[401]), 401
+            )
+        response = _json_response({"ok": True})
         response.headers["set-cookie"] = RULES.login_cookie(self._key, request.scope)
         return response
 
@@ -355,47 +360,47 @@ async def _chain(first: T, others: AsyncIterator[T]) -> AsyncGenerator[T, None]:
         yield other
 
 
-Frames = Callable[[AsyncIterator[TextChunk]], AsyncIterator[list[bytes]]]
+StreamEncoder = Callable[[AsyncIterator[TextChunk]], AsyncIterator[list[bytes]]]
 
 
-def _openai_frames(
+def _openai_encoder(
     shape: ResponseFormat, head: Json, job: CompletionJob, *, logprobs: bool, include_usage: bool
-) -> Frames:
+) -> StreamEncoder:
     """Convert chunks to OpenAI's stream."""
     head = head | {"usage": None} if include_usage else head
 
-    async def frames(pieces: AsyncIterator[TextChunk]) -> AsyncIterator[list[bytes]]:
+    async def encode(chunks: AsyncIterator[TextChunk]) -> AsyncIterator[list[bytes]]:
         begun: set[int] = set()
-        async for piece in pieces:
-            begins = piece.index not in begun
-            begun.add(piece.index)
-            chunks = response_bodies.chunk_bodies(shape, head, piece, begins=begins, logprobs=logprobs, seed=job.seed)
-            yield [_json(chunk) for chunk in chunks]
+        async for chunk in chunks:
+            begins = chunk.index not in begun
+            begun.add(chunk.index)
+            bodies = response_bodies.chunk_bodies(shape, head, chunk, begins=begins, logprobs=logprobs, seed=job.seed)
+            yield [_json(body) for body in bodies]
         last = head | {"object": shape.chunk, "choices": [], "usage": response_bodies.usage_body(job.usage)}
         yield [*([_json(last)] if include_usage else []), b"[DONE]"]
 
-    return frames
+    return encode
 
 
-def _simple_frames(model: str, job: CompletionJob) -> Frames:
-    """Convert chunks to `{"text": "..."}`, and a last event with the other fields of the whole answer."""
+def _simple_encoder(model: str, job: CompletionJob) -> StreamEncoder:
+    """Convert chunks to `{"text": "..."}`, and a last event with the other fields of the response."""
 
-    async def frames(pieces: AsyncIterator[TextChunk]) -> AsyncIterator[list[bytes]]:
-        async for piece in pieces:
-            events = [_json({"text": piece.text})] if piece.text else []
-            if piece.finish is not None:
-                events.append(_json({"done": True, **response_bodies.simple_ending(model, piece, job.usage, job.seed)}))
+    async def encode(chunks: AsyncIterator[TextChunk]) -> AsyncIterator[list[bytes]]:
+        async for chunk in chunks:
+            events = [_json({"text": chunk.text})] if chunk.text else []
+            if chunk.finish is not None:
+                events.append(_json({"done": True, **response_bodies.simple_ending(model, chunk, job.usage, job.seed)}))
             yield events
 
-    return frames
+    return encode
 
 
-async def _encoded(pieces: AsyncIterator[TextChunk], frames: Frames) -> AsyncGenerator[bytes, None]:
+async def _event_stream(chunks: AsyncIterator[TextChunk], encode: StreamEncoder) -> AsyncGenerator[bytes, None]:
     try:
-        async for events in frames(pieces):
+        async for events in encode(chunks):
             if events:
                 yield _events_of(events)
-    except Exception as error:  # noqa: BLE001 - sent as an event: the status has gone out
+    except Exception as error:  # noqa: BLE001 - sent as an event: the status line was already sent
         yield _events_of([_json(_error_response(error)[1])])
 
 
@@ -406,7 +411,7 @@ def _events_of(datas: list[bytes]) -> bytes:
 # Errors
 
 
-# Status, OpenAI's code and default message of each error; the first match counts.
+# Default status, OpenAI's code and default message of each error; the first match applies.
 _ERRORS: tuple[tuple[type[SmolclusterError], int, str | None, str], ...] = (
     (UnknownModel, 404, None, ""),
     (BadRequest, 400, None, ""),
@@ -421,20 +426,20 @@ _ERRORS: tuple[tuple[type[SmolclusterError], int, str | None, str], ...] = (
 
 def _error_response(error: Exception) -> tuple[int, Json, float | None]:
     """Return status, body and Retry-After."""
-    for kind, usual, usual_code, usual_text in _ERRORS:
+    for kind, default_status, default_code, default_text in _ERRORS:
         if isinstance(error, kind):
-            status, code = getattr(error, "status", usual), getattr(error, "code", usual_code)
+            status, code = getattr(error, "status", default_status), getattr(error, "code", default_code)
             body = response_bodies.error_body(
-                str(error) or usual_text, status=status, field=getattr(error, "field", None), code=code
+                str(error) or default_text, status=status, field=getattr(error, "field", None), code=code
             )
             return status, body, getattr(error, "retry_after_s", None)
     _log.error("a request failed", exc_info=error)
     return 500, response_bodies.error_body("internal server error", status=500), None
 
 
-def _refused(_request: Request, error: Exception) -> Response:
+def _error_handler(_request: Request, error: Exception) -> Response:
     status, body, retry_s = _error_response(error)
-    return _answer(body, status, retry_s=retry_s)
+    return _json_response(body, status, retry_s=retry_s)
 
 
 def _progress(state: Json) -> str:
@@ -447,10 +452,10 @@ def _progress(state: Json) -> str:
 
 def _not_found(request: Request, _error: Exception | None) -> Response:
     path = re.sub(r"[^\x21-\x7e]", "?", request.url.path[:80])
-    return _answer(response_bodies.error_body(f"no such path: {path}", status=404), 404)
+    return _json_response(response_bodies.error_body(f"no such path: {path}", status=404), 404)
 
 
-def _answer(value: Json, status: int = 200, *, retry_s: float | None = None) -> Response:
+def _json_response(value: Json, status: int = 200, *, retry_s: float | None = None) -> Response:
     from starlette.responses import Response
 
     headers = {"content-type": "application/json", "cache-control": "no-store"}
@@ -460,6 +465,6 @@ def _answer(value: Json, status: int = 200, *, retry_s: float | None = None) -> 
 
 
 def _json(value: Any) -> bytes:
-    """Encode, with lone surrogates and Unicode line ends escaped: the latter would split an event."""
+    """Encode as JSON, with lone surrogates and Unicode line terminators escaped: the latter would split an event."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return _ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", text).encode(errors="backslashreplace")
+    return _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", text).encode(errors="backslashreplace")

@@ -1,6 +1,6 @@
 """Metrics of the inference service, in Prometheus' text format.
 
-smolcluster_serve_requests_total{route, status}          responses; 499: disconnected before
+smolcluster_serve_requests_total{route, status}          responses; 499: the client disconnected first
 smolcluster_serve_prompt_tokens_total, _generated_tokens_total
 smolcluster_serve_running, _waiting                       sequences, from the engine's state
 smolcluster_serve_first_token_seconds                     histogram: from the request to its first token
@@ -39,7 +39,7 @@ class Histogram:
 
 
 class Metrics:
-    """Count, also in a process that serves nobody: only `collect` needs prometheus_client. `state` returns the engine's."""
+    """Counters and histograms. Only `collect` needs prometheus_client. `state` returns the engine's state."""
 
     def __init__(self, state: Callable[[], Mapping[str, Any]]) -> None:
         self._state = state

@@ -3,7 +3,7 @@
 Fields are
 
     read        with OpenAI's meaning, and top_k and repetition_penalty
-    ignored     known to OpenAI, without effect on the answer: IGNORED
+    ignored     known to OpenAI, without effect here: IGNORED
     refused     known to OpenAI, not supported: UNSUPPORTED; null and values without effect pass
     unknown     refused, with the nearest known name
 """
@@ -24,8 +24,8 @@ Json = dict[str, Any]
 # Fields
 
 _NUMBERS = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_WHOLE = ("n", "max_tokens", "top_k", "seed")
-_SHARED = (*_NUMBERS, *_WHOLE, "model", "stop", "stream", "stream_options", "logprobs")
+_INTEGERS = ("n", "max_tokens", "top_k", "seed")
+_SHARED = (*_NUMBERS, *_INTEGERS, "model", "stop", "stream", "stream_options", "logprobs")
 CHAT_FIELDS = (*_SHARED, "messages", "max_completion_tokens", "top_logprobs")
 COMPLETION_FIELDS = (*_SHARED, "prompt", "echo", "best_of", "suffix")
 SIMPLE_FIELDS = (*_NUMBERS, "max_tokens", "top_k", "seed", "model", "stop", "stream")
@@ -58,7 +58,7 @@ _OF_MESSAGES = frozenset({"name", "refusal", "annotations", "audio", "function_c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A request, and the form of its answer."""
+    """A request, and the format of its response."""
 
     request: CompletionRequest
     stream: bool
@@ -68,13 +68,13 @@ class ParsedRequest:
 def read_chat(body: Json) -> ParsedRequest:
     _check_names(body, CHAT_FIELDS)
     wanted = _flag(body, "logprobs")
-    most_likely = _whole(body, "top_logprobs")
+    most_likely = _integer(body, "top_logprobs")
     if most_likely is not None and not wanted:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     newer = "max_completion_tokens"
     name = newer if body.get(newer) is not None else "max_tokens"
     request = CompletionRequest(
-        **_shared(body) | {"max_tokens": _whole(body, name)},
+        **_shared(body) | {"max_tokens": _integer(body, name)},
         messages=_messages(body),
         max_tokens_field=name,
         logprobs=(most_likely or 0) if wanted else None,
@@ -86,7 +86,7 @@ def read_chat(body: Json) -> ParsedRequest:
 def read_completion(body: Json) -> ParsedRequest:
     _check_names(body, COMPLETION_FIELDS)
     return _with_stream_options(
-        body, CompletionRequest(**_shared(body), prompts=_prompts(body), logprobs=_whole(body, "logprobs"))
+        body, CompletionRequest(**_shared(body), prompts=_prompts(body), logprobs=_integer(body, "logprobs"))
     )
 
 
@@ -148,7 +148,7 @@ def _shared(body: Json) -> Json:
     else:
         raise _wrong("stop", "a string or a list of strings", stop)
     given: Json = {name: _number(body, name) for name in _NUMBERS}
-    given |= {name: _whole(body, name) for name in _WHOLE}
+    given |= {name: _integer(body, name) for name in _INTEGERS}
     given["n"] = 1 if given["n"] is None else given["n"]
     return given | {"model": None if model is None else _string(model, "model"), "stop": stops}
 
@@ -197,13 +197,13 @@ def _prompts(body: Json) -> list[str | list[int]]:
         raise BadRequest("prompt is missing", "prompt")
     if not isinstance(given, list):
         raise _wrong("prompt", "a string or a list", given)
-    if given and all(map(_is_whole, given)):
+    if given and all(map(_is_integer, given)):
         return [given]
     return [_tokens(one, f"prompt[{i}]") for i, one in enumerate(given)]
 
 
 def _tokens(given: Any, at: str) -> str | list[int]:
-    if isinstance(given, list) and all(map(_is_whole, given)):
+    if isinstance(given, list) and all(map(_is_integer, given)):
         return given
     if isinstance(given, str):
         return _string(given, at)
@@ -246,11 +246,11 @@ def _flag(body: Json, name: str, at: str = "") -> bool:
     return bool(_value(body, name, bool, "true or false", at))
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _whole(body: Json, name: str) -> int | None:
+def _integer(body: Json, name: str) -> int | None:
     number: int | None = _value(body, name, int, "a whole number")
     return number
 
@@ -288,4 +288,4 @@ def _shown(value: Any) -> str:
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, str):
         return ascii(value[:80])
-    return json.dumps(value)[:80] if not _is_whole(value) or abs(value) < 10**18 else "a very large number"
+    return json.dumps(value)[:80] if not _is_integer(value) or abs(value) < 10**18 else "a very large number"

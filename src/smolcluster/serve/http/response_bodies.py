@@ -1,4 +1,4 @@
-"""The JSON bodies of answers: OpenAI's, whole and in chunks, and those of /chat and /query. Pure: no HTTP, no model."""
+"""The JSON bodies of responses: OpenAI's, complete and in chunks, and those of /chat and /query. Pure: no HTTP, no model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def usage_body(usage: Usage) -> Json:
 
 
 def timing_body(seed: int, timing: Timing | None) -> Json:
-    """Return our additions: under `smolcluster` in an answer, and in the last chunk of each choice."""
+    """Return the fields that OpenAI does not have: under `smolcluster` in a response or the last chunk of a choice."""
     return {"seed": seed, **asdict(timing or Timing())}
 
 
 def simple_ending(model: str, last: TextChunk, usage: Usage, seed: int) -> Json:
-    """Return the fields of /chat and /query beside the text."""
+    """Return the fields of /chat and /query other than the text."""
     return {"model": model, "finish_reason": last.finish, "usage": usage_body(usage), **timing_body(seed, last.timing)}
 
 
@@ -69,35 +69,35 @@ def completion_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
 class ResponseFormat:
     """The response format of one of OpenAI's routes."""
 
-    prefix: str  # of their ids
-    whole: str  # `object`
-    chunk: str
+    prefix: str  # of ids
+    object: str  # the field `object` of a response
+    chunk: str  # and of a chunk
     logprobs: Callable[[Sequence[TokenLogprob]], Json]
-    choice: Callable[[str], Json]  # a whole text
-    piece: Callable[[str], Json]  # some text of a stream
+    choice: Callable[[str], Json]  # the complete text
+    delta: Callable[[str], Json]  # the text of a chunk
     first: tuple[Json, ...] = ()  # before the first chunk of a choice: in a chat, the role
 
 
 CHAT = ResponseFormat(
     prefix="chatcmpl",
-    whole="chat.completion",
+    object="chat.completion",
     chunk="chat.completion.chunk",
     logprobs=chat_logprobs,
     choice=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
-    piece=lambda text: {"delta": {"content": text} if text else {}},
+    delta=lambda text: {"delta": {"content": text} if text else {}},
     first=({"delta": {"role": "assistant", "content": "", "refusal": None}},),
 )
 COMPLETION = ResponseFormat(
     prefix="cmpl",
-    whole="text_completion",
+    object="text_completion",
     chunk="text_completion",
     logprobs=completion_logprobs,
     choice=lambda text: {"text": text},
-    piece=lambda text: {"text": text},
+    delta=lambda text: {"text": text},
 )
 
 
-def whole_body(
+def completion_body(
     shape: ResponseFormat, head: Json, choices: Sequence[TextChunk], *, usage: Usage, seed: int, logprobs: bool
 ) -> Json:
     listed = [
@@ -110,22 +110,22 @@ def whole_body(
         for choice in choices
     ]
     about = timing_body(seed, choices[0].timing)
-    return head | {"object": shape.whole, "choices": listed, "usage": usage_body(usage), "smolcluster": about}
+    return head | {"object": shape.object, "choices": listed, "usage": usage_body(usage), "smolcluster": about}
 
 
 def chunk_bodies(
-    shape: ResponseFormat, head: Json, piece: TextChunk, *, begins: bool, logprobs: bool, seed: int
+    shape: ResponseFormat, head: Json, chunk: TextChunk, *, begins: bool, logprobs: bool, seed: int
 ) -> list[Json]:
     """Convert a chunk to OpenAI's: its text, then its finish reason. `begins`: the first of its choice."""
 
-    def chunk(content: Mapping[str, Any], logprobs: Json | None = None, finish: str | None = None) -> Json:
-        choice = {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": finish}
+    def body(content: Mapping[str, Any], logprobs: Json | None = None, finish: str | None = None) -> Json:
+        choice = {"index": chunk.index, **content, "logprobs": logprobs, "finish_reason": finish}
         return head | {"object": shape.chunk, "choices": [choice]}
 
-    chunks = [chunk(content) for content in shape.first] if begins else []
-    if piece.text or piece.logprobs:
-        chunks.append(chunk(shape.piece(piece.text), shape.logprobs(piece.logprobs) if logprobs else None))
-    if piece.finish is not None:
-        last = chunk(shape.piece(""), finish=piece.finish)
-        chunks.append(last | {"smolcluster": timing_body(seed, piece.timing)})
-    return chunks
+    bodies = [body(content) for content in shape.first] if begins else []
+    if chunk.text or chunk.logprobs:
+        bodies.append(body(shape.delta(chunk.text), shape.logprobs(chunk.logprobs) if logprobs else None))
+    if chunk.finish is not None:
+        last = body(shape.delta(""), finish=chunk.finish)
+        bodies.append(last | {"smolcluster": timing_body(seed, chunk.timing)})
+    return bodies

@@ -1,4 +1,4 @@
-"""The service on a port: loopback by default; beyond it, always with a key."""
+"""The service on a port: loopback by default; on other addresses always with a key."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from smolcluster.web.connections import HttpLimits
 from smolcluster.web.guard import choose_token
 
 PORT = 5050
-PORTS_TRIED = 10  # from PORT on, where no port was given
+PORTS_TRIED = 10  # from PORT on, if no port was given
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSettings:
-    """Where the service listens, and who may use it. `port` None: PORT, or one of the next few."""
+    """The address of the service, and its key. `port` None: PORT, or one of the next few."""
 
     bind: str = "127.0.0.1"
     port: int | None = None

@@ -4,7 +4,7 @@
 
 Independent of HTTP and JSON. An invalid request is a BadRequest with the name of the field.
 
-Choice j of a request with seed s is what seed s + j alone would give. Without a seed one is drawn, and reported.
+Choice j of a request with seed s is the same as a single choice with seed s + j. Without a seed one is drawn, and reported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BUSY = "the queue is full"
 
 
 class BadRequest(SmolclusterError):
-    """A request is invalid in `field`. `code` is OpenAI's, if there is one."""
+    """The value of `field` is invalid. `code` is OpenAI's, if there is one."""
 
     def __init__(self, message: str, field: str | None, code: str | None = None) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class BadRequest(SmolclusterError):
 
 
 class UnknownModel(BadRequest):
-    """Another model is served here."""
+    """The requested model is not the one that is served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """A token with its logprobs. `offset`: where its text begins in the answer."""
+    """A token with its logprobs. `offset`: where its text begins in the response."""
 
     token: bytes
     logprob: float
@@ -113,7 +113,7 @@ class CompletionJob:
 
     sequences: tuple[SequenceRequest, ...]  # in the order of their index
     stop: tuple[str, ...]
-    is_chat: bool  # the answer is a text of its own; else it continues the prompt
+    is_chat: bool  # the response is a separate text; else it continues the prompt
     seed: int
     usage: Usage  # counted while it runs
 
@@ -123,16 +123,16 @@ class CompletionJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLimits:
-    """Requests beyond these are refused: 400 for their contents, 413 for their size, 429 for their number."""
+    """Requests above these limits are refused: 400 for their contents, 413 for their size, 429 for their number."""
 
     max_tokens: int = 1024  # default of requests, which may give more, up to the context
     sequences: int = 64  # running or queued; each choice of each prompt is one
-    requests: int = 128  # being read and tokenized: each may hold a whole body
+    requests: int = 128  # being read and tokenized: each may hold a body in memory
     choices: int = 16  # of one request: prompts times n
     messages: int = 2048
     stops: int = 8
     stop_characters: int = 256
-    chat_logprobs: int = 20  # most likely tokens reported beside the sampled one
+    chat_logprobs: int = 20  # most likely tokens reported in addition to the sampled one
     completion_logprobs: int = 5
     viewers: int = 64  # of /events
     body_bytes: int = 1 << 20
@@ -151,12 +151,12 @@ class Service:
         model_name: str,
         limits: ServiceLimits | None = None,
         defaults: SamplingParams | None = None,
-        openings: Sequence[str] = (),
+        example_prompts: Sequence[str] = (),
     ) -> None:
-        """`openings`: beginnings of texts that pages offer to continue if the model has no chat template."""
+        """`example_prompts`: suggested by clients if the model has no chat template."""
         self.engine, self.text, self.model_name = engine, text, model_name
         self.limits, self.defaults = limits or ServiceLimits(), defaults or SamplingParams()
-        self.openings = tuple(openings)
+        self.example_prompts = tuple(example_prompts)
         self.metrics = Metrics(engine.state)
         self.sequences = 0  # of all running jobs
         self._ending = False
@@ -174,10 +174,12 @@ class Service:
         for tokens in prompts:
             max_tokens = self._max_tokens(request, len(tokens))
             for j in range(request.n):
-                own = dataclasses.replace(sampling, seed=(seed + j) % _SEEDS)
                 sequences.append(
                     SequenceRequest(
-                        tokens=tokens, max_tokens=max_tokens, stop_tokens=self.text.stop_tokens, sampling=own
+                        tokens=tokens,
+                        max_tokens=max_tokens,
+                        stop_tokens=self.text.stop_tokens,
+                        sampling=dataclasses.replace(sampling, seed=(seed + j) % _SEEDS),
                     )
                 )
         if self.sequences + len(sequences) > self.limits.sequences:
@@ -221,10 +223,10 @@ class Service:
         if request.seed is not None and not -_SEEDS <= request.seed < _SEEDS:
             raise BadRequest("seed must fit 64 bits", "seed")
         if request.logprobs is not None:
-            most = self.limits.chat_logprobs if request.messages is not None else self.limits.completion_logprobs
-            if not 0 <= request.logprobs <= most:
+            limit = self.limits.chat_logprobs if request.messages is not None else self.limits.completion_logprobs
+            if not 0 <= request.logprobs <= limit:
                 raise BadRequest(
-                    f"{request.logprobs_field} is {_short(request.logprobs)}; it must be 0 to {most}",
+                    f"{request.logprobs_field} is {_short(request.logprobs)}; it must be 0 to {limit}",
                     request.logprobs_field,
                 )
             given["logprobs"] = request.logprobs
@@ -241,7 +243,7 @@ class Service:
         if room < 1:
             name = "messages" if request.messages is not None else "prompt"
             raise BadRequest(
-                f"{name}: {num_prompt} tokens; {limit} {context}, including at least one of the answer",
+                f"{name}: {num_prompt} tokens; {limit} {context}, including at least one of the response",
                 name,
                 "context_length_exceeded",
             )
@@ -300,27 +302,27 @@ class Service:
     # Responses
 
     async def stream(self, job: CompletionJob) -> AsyncGenerator[TextChunk, None]:
-        """Yield the chunks of all choices as they come. Closing the generator frees their sequences at once.
+        """Yield the chunks of all choices as they are generated. Closing the generator frees their sequences at once.
 
-        Raises Busy or Unavailable before the first piece, Unavailable later.
+        Raises Busy or Unavailable before the first chunk, Unavailable later.
         """
         if self.sequences + len(job.sequences) > self.limits.sequences:
             raise Busy(_BUSY)
         self.sequences += len(job.sequences)
         try:
             choices = [self._choice(i, sequence, job) for i, sequence in enumerate(job.sequences)]
-            async with contextlib.aclosing(merged(choices)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            async with contextlib.aclosing(merge(choices)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         finally:
             self.sequences -= len(job.sequences)
 
-    async def whole(self, job: CompletionJob) -> list[TextChunk]:
-        """Return one chunk for each choice."""
+    async def complete(self, job: CompletionJob) -> list[TextChunk]:
+        """Run a job to its end. Return one chunk for each choice."""
         found: list[list[TextChunk]] = [[] for _ in job.sequences]
-        async with contextlib.aclosing(self.stream(job)) as pieces:
-            async for piece in pieces:
-                found[piece.index].append(piece)
+        async with contextlib.aclosing(self.stream(job)) as chunks:
+            async for chunk in chunks:
+                found[chunk.index].append(chunk)
         return [
             dataclasses.replace(
                 parts[-1],
@@ -331,7 +333,7 @@ class Service:
         ]
 
     def end(self) -> None:
-        """End every running answer at its next token, with an error."""
+        """End every running response at its next token, with an error."""
         self._ending = True
 
     async def _choice(
@@ -377,13 +379,13 @@ class _TokenClock:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self.tokens = metrics, 0
-        self._asked = self._first = self._last = time.perf_counter()
+        self._began = self._first = self._last = time.perf_counter()
 
     def tick(self) -> None:
         now = time.perf_counter()
         if self.tokens == 0:
             self._first = now
-            self._metrics.first_token.add(now - self._asked)
+            self._metrics.first_token.add(now - self._began)
         else:
             self._metrics.token.add(now - self._last)
         self._last = now
@@ -392,13 +394,13 @@ class _TokenClock:
     def timing(self) -> Timing:
         after, took = self.tokens - 1, self._last - self._first
         return Timing(
-            first_token_s=self._first - self._asked if self.tokens else None,
+            first_token_s=self._first - self._began if self.tokens else None,
             tokens_per_s=after / took if after > 0 and took > 0 else None,
         )
 
 
 class _TextWriter:
-    """Tokens to text. A possible beginning of a stop string is held back, with the logprobs of its tokens."""
+    """Convert tokens to text. A possible beginning of a stop string is held back, with the logprobs of its tokens."""
 
     def __init__(self, text: ChatTokenizer, stop: Sequence[str], *, begins: bool, logprobs: bool) -> None:
         self._text, self._stops, self._logprobs = text, StopStrings(stop), logprobs
@@ -440,12 +442,12 @@ class _TextWriter:
         )
 
 
-async def merged(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGenerator[TextChunk, None]:
+async def merge(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGenerator[TextChunk, None]:
     """Merge streams as items arrive. Closes all of them on exit and when one fails."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
-            async for piece in only:
-                yield piece
+            async for chunk in only:
+                yield chunk
         return
     queue: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(len(streams))
 
@@ -453,8 +455,8 @@ async def merged(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGen
         last: Exception | None = None
         try:
             async with contextlib.aclosing(stream):
-                async for piece in stream:
-                    await queue.put(piece)
+                async for chunk in stream:
+                    await queue.put(chunk)
         except Exception as error:  # noqa: BLE001 - raised by the consumer
             last = error
         await queue.put(last)

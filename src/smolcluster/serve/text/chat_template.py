@@ -1,8 +1,8 @@
-"""Chat templates: Jinja, as models carry it and as `transformers` runs it, in Jinja's sandbox and with bounded output.
+"""Render chat templates: the Jinja of models, as `transformers` runs it, in Jinja's sandbox and with bounded output.
 
-A template comes with the weights and is not trusted. The sandbox gives it nothing but the messages; its time and memory are
-bounded by the process that renders it (rendering.py). `*` and `**` are checked before they run, since Windows does not bound
-that process's memory, and macOS does so a moment later.
+A template comes with the weights and is not trusted. In the sandbox it can only read the messages; its time and memory are
+bounded by the process that renders it (rendering.py). `*` and `**` are checked before they run, since that process has no
+memory limit on Windows, and its memory is only polled on macOS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TEXT_LIMIT = 4 << 20
 
 
 class TemplateFailed(UserError):
-    """A template could not render a conversation. `detail` is the template's own text: for logs, not for clients."""
+    """A template could not render a conversation. `detail` is the template's message: for logs, not for clients."""
 
     public = "the model's chat template refuses this conversation"
 
@@ -84,7 +84,7 @@ def _environment() -> Any:
     _check_version()
 
     class Generation(Extension):
-        """`{% generation %}` marks the model's own turns; it has no effect here."""
+        """`{% generation %}` marks the model's turns for training; it has no effect here."""
 
         tags = {"generation"}
 

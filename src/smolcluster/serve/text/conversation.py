@@ -4,14 +4,14 @@
     chat           messages -> tokens, through the model's chat template
     detokenizer    tokens, one by one -> text; incomplete UTF-8 characters are held back
 
-**Only the template may write special tokens.** A user who types `<|im_end|>` has typed ten characters, and they are encoded
-as such. The template is rendered with two private-use characters that occur nowhere else: one before every special token in
-the text of users, one around each message, so that no special token is made of two halves. What still matches afterwards is
-the template's own. Both characters are removed, and the text between two special tokens is encoded as a whole: an honest
-conversation has exactly the tokens that `transformers` gives it. Added tokens that are not special to conversations, such as
-runs of spaces, are recognized in any text.
+**Only the template may write special tokens.** `<|im_end|>` typed by a user is encoded as ten characters. The template is
+rendered with two private-use characters that occur nowhere else: one before every special token in the text of users, one
+around each message, so that no special token is made of two halves. The remaining matches were written by the template. Both
+characters are removed, and the text between two special tokens is encoded in one piece: a conversation without special tokens
+in its messages has exactly the tokens of `transformers`. Added tokens that are not special to conversations, such as runs of
+spaces, are recognized in any text.
 
-A model without a template (a run of ours) gets the contents of the messages, one per line.
+A model without a template (a smolcluster run) gets the contents of the messages, one per line.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class ChatTokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model has a chat template. Else it continues texts."""
+        """Return whether the model has a chat template. Without one it can only continue texts."""
         return self._template is not None
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """`special`: recognize special tokens. Not for text of users."""
+        """Encode a text. `special`: recognize special tokens; not for text of users."""
         return self._encode(_valid(text), self._all if special else self._open)
 
     def prompt(self, text: str) -> list[int]:
@@ -71,7 +71,7 @@ class ChatTokenizer:
         return self._first + self.encode(text)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Encode a conversation, up to the answer. Raises UserError if it is invalid or the template refuses it."""
+        """Encode a conversation, up to the model's turn. Raises UserError if it is invalid or the template refuses it."""
         checked = [_checked(message, number) for number, message in enumerate(messages)]
         if self._template is None:
             tokens = self.encode("".join(f"{message['content']}\n" for message in checked))
@@ -113,8 +113,8 @@ class ChatTokenizer:
 
         guarded_messages = [{**message, "content": guarded(message["content"])} for message in messages]
         text = render_in_child(template, guarded_messages, names=self._names)
-        own = None if self._reserved is None else re.compile(f"(?<!{guard}){self._reserved.pattern}", re.DOTALL)
-        return self._encode(text, own, without=(guard, edge))
+        unguarded = None if self._reserved is None else re.compile(f"(?<!{guard}){self._reserved.pattern}", re.DOTALL)
+        return self._encode(text, unguarded, without=(guard, edge))
 
     def _encode(self, text: str, markers: re.Pattern[str] | None, *, without: Sequence[str] = ()) -> list[int]:
         tokens: list[int] = []
@@ -190,7 +190,7 @@ class Detokenizer:
 class StopStrings:
     """Text up to the first stop string; a possible beginning of one is held back.
 
-    The string completed first counts; of several that end together, the longest.
+    The string completed first applies; of several that end at the same position, the longest.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -218,6 +218,6 @@ class StopStrings:
 
     @staticmethod
     def _beginning(text: str, stop: str) -> int:
-        """Return the length of the longest end of `text` that begins `stop`."""
+        """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
         longest = min(len(stop) - 1, len(text))
         return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)

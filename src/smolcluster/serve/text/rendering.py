@@ -1,8 +1,8 @@
-"""Chat templates are rendered in child processes, with a deadline and, except on Windows, a memory limit.
+"""Render chat templates in child processes, with a deadline and, except on Windows, a memory limit.
 
-A template comes with the weights, and Jinja's sandbox bounds neither its time nor its memory. The children have none of this
-process's environment, and are reused: a conversation is one line of JSON there and one back. Linux refuses memory beyond the
-limit. macOS has no such limit: there the parent measures a child that takes long, and kills it.
+A template comes with the weights, and Jinja's sandbox limits neither its time nor its memory. The children get only a few
+variables of this process's environment, and are reused: request and response are one line of JSON each. Linux enforces the
+memory limit. macOS does not: there the parent polls the memory of a child, and kills it above the limit.
 
     parent -> child    {"source", "messages", "names", "timeout_s"}
     child  -> parent   {"text"}, or {"error"}
@@ -26,7 +26,7 @@ from typing import Any
 
 from smolcluster.serve.text.chat_template import TemplateFailed, check_template, render
 
-RENDER_S = 5.0  # usually milliseconds
+RENDER_S = 5.0  # typically milliseconds
 START_S = 60.0  # to import Jinja on a busy machine
 KILL_S = 2.0  # after the deadline, at which the child exits by itself
 MAX_PROCESSES = 4
@@ -50,16 +50,16 @@ def render_in_child(source: str, messages: Sequence[Mapping[str, str]], *, names
 
     Thread-safe.
     """
-    asked = {
+    request = {
         "source": source,
         "messages": [dict(message) for message in messages],
         "names": dict(names),
         "timeout_s": RENDER_S,
     }
-    answer = _POOL.ask(asked)
-    if "text" not in answer:
-        raise TemplateFailed(str(answer.get("error")))
-    return str(answer["text"])
+    response = _POOL.request(request)
+    if "text" not in response:
+        raise TemplateFailed(str(response.get("error")))
+    return str(response["text"])
 
 
 class _Process:
@@ -80,31 +80,31 @@ class _Process:
         )
         self._started = False
 
-    def ask(self, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the answer, None if the child died."""
+    def request(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the response, None if the child died."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        answered = threading.Event()
-        deadline_s = asked["timeout_s"] + KILL_S + (0.0 if self._started else START_S)
-        killer = threading.Thread(target=self._kill_at_limit, args=(answered, deadline_s), daemon=True)
+        responded = threading.Event()
+        deadline_s = request["timeout_s"] + KILL_S + (0.0 if self._started else START_S)
+        killer = threading.Thread(target=self._kill_at_limit, args=(responded, deadline_s), daemon=True)
         killer.start()
         try:
-            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except OSError:
             return None
         finally:
-            answered.set()
+            responded.set()
             killer.join()
         self._started = True
         return dict(json.loads(line)) if line.endswith(b"\n") else None
 
-    def _kill_at_limit(self, answered: threading.Event, deadline_s: float) -> None:
-        """Kill the child at the deadline, or when it has too much memory where the system does not prevent that."""
+    def _kill_at_limit(self, responded: threading.Event, deadline_s: float) -> None:
+        """Kill the child at the deadline, or when it exceeds the memory limit where the system does not enforce it."""
         end = time.monotonic() + deadline_s
-        while not answered.wait(max(0.0, min(MEASURE_S if MEASURED else deadline_s, end - time.monotonic()))):
+        while not responded.wait(max(0.0, min(MEASURE_S if MEASURED else deadline_s, end - time.monotonic()))):
             if time.monotonic() >= end or (MEASURED and resident_bytes(self._process.pid) > MEMORY_BYTES):
                 self._process.kill()
                 return
@@ -129,20 +129,20 @@ class _Pool:
         for _ in range(MAX_PROCESSES):
             self._idle.put(None)
 
-    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def request(self, request: dict[str, Any]) -> dict[str, Any]:
         process = self._idle.get()
         try:
             if process is not None and not process.alive:
                 process.end()
                 process = None
             process = process or _Process()
-            answer = process.ask(asked)
-            if answer is None:
+            response = process.request(request)
+            if response is None:
                 process.end()
                 process = None
-                limits = f"longer than {asked['timeout_s']:g} s, or more than {MEMORY_BYTES >> 20} MB"
+                limits = f"longer than {request['timeout_s']:g} s, or more than {MEMORY_BYTES >> 20} MB"
                 raise TemplateFailed(f"it takes {limits}")
-            return answer
+            return response
         finally:
             self._idle.put(process)
 
@@ -160,13 +160,13 @@ atexit.register(_POOL.close)
 # The child
 
 
-def _answer(asked: dict[str, Any]) -> dict[str, str]:
+def _respond(request: dict[str, Any]) -> dict[str, str]:
     try:
-        return {"text": render(asked["source"], asked["messages"], names=asked["names"])}
+        return {"text": render(request["source"], request["messages"], names=request["names"])}
     except TemplateFailed as failed:
-        answer = {"error": failed.detail}
-    gc.collect()  # what the traceback kept counts in the limit of the next conversation
-    return answer
+        response = {"error": failed.detail}
+    gc.collect()  # objects held by the traceback would count against the limit of the next conversation
+    return response
 
 
 def _bound_memory() -> None:
@@ -183,11 +183,11 @@ def main() -> None:
     _bound_memory()
     with Path(os.devnull).open("w") as nowhere:
         for line in sys.stdin.buffer:
-            asked = json.loads(line)
-            faulthandler.dump_traceback_later(asked["timeout_s"], exit=True, file=nowhere)
-            answer = _answer(asked)
+            request = json.loads(line)
+            faulthandler.dump_traceback_later(request["timeout_s"], exit=True, file=nowhere)
+            response = _respond(request)
             faulthandler.cancel_dump_traceback_later()
-            sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+            sys.stdout.buffer.write(json.dumps(response).encode() + b"\n")
             sys.stdout.buffer.flush()
 
 

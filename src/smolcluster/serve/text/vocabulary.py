@@ -5,7 +5,7 @@
     gguf_vocabulary       the header of a GGUF file, converted to a tokenizer.json
 
 An added token, such as `<|im_end|>`, is not made by merges. The package would recognize them in any text; `encode` does not:
-conversation.py decides who may write one.
+conversation.py decides where they are recognized.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Vocabulary(Protocol):
     def markers(self) -> Sequence[AddedToken]: ...
     @property
     def drops_space(self) -> bool:
-        """Whether decoding drops the space before the first word."""
+        """Return whether decoding drops the space before the first word."""
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
         """Encode text without added tokens. `begins`: at the beginning of the text."""
@@ -50,7 +50,7 @@ class Vocabulary(Protocol):
 
 
 class BytewiseVocabulary:
-    """A tokenizer of ours: each token has fixed bytes; no added tokens."""
+    """A tokenizer of data/tokenizers.py: each token has fixed bytes; no added tokens."""
 
     markers: Sequence[AddedToken] = ()
     drops_space = False
@@ -93,7 +93,7 @@ class JsonVocabulary:
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
         tokenizer = self._first if begins else self._later
         try:
-            # A batch of one: only then the GIL is released.
+            # A batch of one: only `encode_batch` releases the GIL.
             ids: list[int] = tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         except Exception as error:  # the library raises no other type
             raise UserError(f"cannot tokenize the text: {error}") from error
