@@ -483,7 +483,7 @@ class _RosterServer:
             on_change=lambda *_: None,
         )
         self.roster.expect(Kind.PUSH, [Payload(torch.uint8, (24,)), Payload(torch.float32, (3,))])
-        self.roster.allow(Kind.STATE, most_bytes=256)
+        self.roster.allow(Kind.STATE, max_bytes=256)
         self.address = self.network.transport(_peer("server", 99)).listen("here", 0, self.box)
         # Two ranks are claimed twice.
         self.parties = [_Party(self.network.transport(_peer("worker", n))) for n in range(NUM_PARTIES - 2)]
@@ -580,7 +580,7 @@ def line(data: bytes) -> str:
     address = server.transport.listen("here", 0, server)
     flags = source.byte()
     subject = ServerLink(network.transport(_peer("worker", 1)), address, stop_requested=lambda: True)
-    subject.allow(Kind.STATE, most_bytes=256)
+    subject.allow(Kind.STATE, max_bytes=256)
     subject.expect(Kind.AVERAGE, [Payload(torch.float32, (3,))])
     if flags & 1:
         subject.join = lambda: dict(JOIN)

@@ -138,7 +138,7 @@ class MemoryLink(Link):
         if message.payload is not None:
             try:
                 message.payload = self._copy_to_its_place(message, message.payload)
-            except frames.NotWanted as error:
+            except frames.UnexpectedPayload as error:
                 self.end_alone(str(error))
                 self.twin.end_alone(f"invalid frame: {error}")
                 return

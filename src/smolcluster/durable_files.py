@@ -1,4 +1,4 @@
-"""The file operations of a durable write, behind one small interface.
+"""Atomic and durable writes: the file operations that they need, behind one small interface.
 
 A power cut keeps only what was flushed. The contents of a file are safe after `OutputFile.fsync`; its name, and every
 rename, only after `fsync_folder` of the folder that holds it. Code that must survive a crash makes all its changes
@@ -55,7 +55,7 @@ class OutputFile(Closing):
             rest = rest[self._raw.write(rest) or 0 :]
 
     def fsync(self) -> None:
-        """Wait until the contents are on the disk itself."""
+        """Wait until the contents are on stable storage."""
         fd = self._raw.fileno()
         if sys.platform == "darwin":
             # Plain fsync on macOS stops at the drive's cache.
@@ -169,8 +169,13 @@ def write_private_text(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, mode: int = 0o666, flush: bool = True) -> Iterator[IO[bytes]]:
-    """Write a file atomically: to a temporary file beside it, flushed to disk, then renamed."""
+def atomic_write(path: Path, *, mode: int = 0o666, flush: bool = True) -> Iterator[IO[bytes]]:
+    """Write a file atomically: to a temporary file in its folder, flushed, then renamed.
+
+    After a crash or a power cut the file is the old one or the new one, complete. The folder is not flushed, so a power cut
+    can undo the rename: use `durable_write_text` for what must not be lost. Without `flush`, the
+    promise holds only for a crash of the process.
+    """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -183,8 +188,8 @@ def replacing(path: Path, *, mode: int = 0o666, flush: bool = True) -> Iterator[
         temporary.unlink(missing_ok=True)
 
 
-def atomic_write_text(path: Path, text: str, *, files: Files | None = None) -> None:
-    """Write a small text file atomically: after a crash it has the old text or the new one."""
+def durable_write_text(path: Path, text: str, *, files: Files | None = None) -> None:
+    """Write a small text file atomically and durably: when this returns, the new text survives a power cut."""
     files = files or Files()
     temporary = path.with_name(temporary_name(path.name))
     try:

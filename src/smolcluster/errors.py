@@ -1,14 +1,14 @@
-"""Exceptions, and the roots of those that rooms define.
+"""Exceptions of the package; subpackages derive theirs from these.
 
     SmolclusterError          exit status 1: the run failed
     ├── UserError             exit status 2: the input is wrong; one message, no traceback
-    │   └── MissingExtra      an optional package is needed; says what to install
+    │   └── MissingExtra      an optional package is needed; names what to install
     ├── WorkerFailed          a process of the run died; names the rank and the reason
     ├── DamagedCheckpoint     a checkpoint exists but its bytes are not what was saved
     ├── DamagedJournal        a server's journal is not what was written (engine/elastic/wal/)
     ├── JournalFull           a step cannot be recorded, so it is not committed (engine/elastic/wal/)
     ├── CodecError            a tensor or payload that a codec cannot carry (comm/codecs)
-    └── PeerLost              another process stopped answering (comm/work.py)
+    └── PeerLost              another process was lost (comm/work.py)
 
 A message gives the value, the place and the remedy.
 """

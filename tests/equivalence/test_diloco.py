@@ -242,7 +242,7 @@ def test_lossy_rounds_are_those_of_a_loop(tmp_path: Path, average: str, codec: s
     assert [sent[step] - sent[step - 1] for step in range(2, STEPS)] == [message, 0] * (STEPS // 2 - 1)
 
 
-FEW = {rank: [("smolcluster.strategies.diloco", "MOST_GATHERED", 1)] for rank in range(len(COUNTS))}
+FEW = {rank: [("smolcluster.strategies.diloco", "MAX_GATHERED", 1)] for rank in range(len(COUNTS))}
 
 
 @pytest.mark.usual(when=lambda options: options.get("overlap") == 3)

@@ -14,11 +14,11 @@ from benchmarks.harness.network import Network, check_possible, hosts
 from tests.equivalence.test_diloco import CONFIG
 from tests.world import TASKS, ElasticWorld, Rank, Seat, Who, World, run_elastic_world, run_world
 
-from smolcluster.comm.elastic.membership.link_probe import LinkProbe, bytes_asked
+from smolcluster.comm.elastic.membership.link_probe import LinkProbe, bytes_requested
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.elastic.transport.security import new_token
-from smolcluster.comm.link_speed import BUDGET_S, MOST_BYTES
+from smolcluster.comm.link_speed import BUDGET_S, MAX_BYTES
 from smolcluster.config import load_config, resolve
 from smolcluster.config.options import AllReduceOptions, DiLoCoOptions
 from smolcluster.engine.link_preset import LAN_MBIT_S, pick_preset
@@ -59,7 +59,7 @@ class Wire(Link):
 
     def send(self, message: Message, **_: Any) -> Any:
         assert message.kind is Kind.ASK
-        self.asked.append(bytes_asked(message))
+        self.asked.append(bytes_requested(message))
 
     queued_bytes = silent_s = cast(Any, 0)
 
@@ -117,7 +117,7 @@ def test_bytes_that_nobody_asked_for_are_refused() -> None:
     run.probe.begin(wire)
     assert not run.probe.took(wire, message), "of another size"
     asked = (None, "x", -1, True, 2**40)
-    assert [bytes_asked(Message(kind=Kind.ASK, meta={"bytes": n})) for n in asked] == [0, 0, 0, 0, MOST_BYTES]
+    assert [bytes_requested(Message(kind=Kind.ASK, meta={"bytes": n})) for n in asked] == [0, 0, 0, 0, MAX_BYTES]
 
 
 # Whole runs

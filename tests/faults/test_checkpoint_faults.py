@@ -25,7 +25,7 @@ from tests.faults.disks import (
     sweep,
 )
 
-from smolcluster.durable_files import Files, OutputFile, atomic_write_text, ensure_folder
+from smolcluster.durable_files import Files, OutputFile, durable_write_text, ensure_folder
 from smolcluster.engine.checkpoint.async_saver import Saver
 from smolcluster.engine.checkpoint.snapshot import Snapshot, verify
 from smolcluster.engine.checkpoint.store import CheckpointStore, folder_name
@@ -161,12 +161,12 @@ def test_the_sweep_would_notice_a_forgotten_flush(forgotten: str, tmp_path: Path
 def test_an_atomic_write_is_old_or_new_at_every_crash(tmp_path: Path) -> None:
     prepared = Disk(tmp_path / "prepared")
     prepared.root.mkdir()
-    atomic_write_text(prepared.root / "file", "old text", files=prepared)
+    durable_write_text(prepared.root / "file", "old text", files=prepared)
     for crash_at, when in crashes(prepared.operations):
         disk = prepared.copy_to(tmp_path / "disk")
         disk.crash_at, disk.when = crash_at, when
         with contextlib.suppress(Crash):
-            atomic_write_text(disk.root / "file", "the new text", files=disk)
+            durable_write_text(disk.root / "file", "the new text", files=disk)
         assert disk.crashed == (crash_at >= 0)
         for adversary in ADVERSARIES:
             text = power_cut(disk.tree, adversary())["file"]
@@ -179,12 +179,12 @@ def test_atomic_write_leaves_the_old_text_when_it_fails(tmp_path: Path) -> None:
             raise OSError(errno.EIO, "broken")
 
     path = tmp_path / "file"
-    atomic_write_text(path, "old ä\n")
+    durable_write_text(path, "old ä\n")
     with pytest.raises(OSError, match="broken"):
-        atomic_write_text(path, "new", files=Failing())
+        durable_write_text(path, "new", files=Failing())
     assert path.read_text(encoding="utf-8") == "old ä\n"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    atomic_write_text(path, "new")
+    durable_write_text(path, "new")
     assert path.read_text(encoding="utf-8") == "new"
 
 

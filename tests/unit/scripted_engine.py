@@ -139,7 +139,7 @@ def serving(
     engine: ScriptedEngine, *, http_limits: HttpLimits | None = None, place: Any = None, **limits: Any
 ) -> Iterator[int]:
     """Run the service on a free port of loopback until the end of the block."""
-    said = {"port": 0, "limits": http_limits or HttpLimits(ending_s=1), **(place or {})}
+    said = {"port": 0, "limits": http_limits or HttpLimits(shutdown_s=1), **(place or {})}
 
     def serve(ready: Callable[[str], None], until: threading.Event) -> None:
         asyncio.run(http.serve(service_of(engine, **limits), http.HttpSettings(**said), ready=ready, until=until))

@@ -28,7 +28,7 @@ COMMANDS = {
     "A server that dies is restarted.",
     "worker": "Join a run. Reconnects to a server that is lost, and ends when the run does; Ctrl-C leaves it.",
     "up": "Start a run on the machines of a cluster file over ssh, and show what they print. Ctrl-C leaves it running.",
-    "status": "Show the state of every process of a cluster. Status 1 if one has failed or a machine does not answer.",
+    "status": "Show the state of every process of a cluster. Status 1 if one has failed or a machine cannot be reached.",
     "logs": "Show the output of all processes, wherever they run. "
     "Or start and stop Grafana and Loki here: `logs up`, `logs down`.",
     "down": "Save and end everything that `up` started; run directories stay.",

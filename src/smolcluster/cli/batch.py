@@ -78,7 +78,7 @@ def deliver(text: str, out: Path | None, *, private: bool = False) -> None:
 
 
 def submit_with(command: list[str], *, where: str, text: str | None = None) -> None:
-    """Call the batch system and print its answer. `text`: its input; `where`: the remedy if it is not installed."""
+    """Call the batch system and print its output. `text`: its input; `where`: the remedy if it is not installed."""
     if shutil.which(command[0]) is None:
         raise UserError(
             f"--submit: {command[0]} is not installed here; {where}, or remove --submit and copy the file there"

@@ -34,7 +34,7 @@ def init(
     ssh_config: Annotated[Path | None, typer.Option(help="Whose hosts are tried. Default: ~/.ssh/config.")] = None,
     accept_new: options.AcceptNew = False,
 ) -> int:
-    """Write a cluster file from what is found: this machine, hosts of ~/.ssh/config that answer, machines that `join`."""
+    """Write a cluster file from what is found: this machine, hosts of ~/.ssh/config that respond, machines that `join`."""
     from smolcluster.launch.cluster.inventory import find_machines, write_file
 
     if out.exists():
@@ -48,8 +48,8 @@ def init(
         out.write_text(write_file(found), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}; choose another with --out") from error
-    answered = [machine.name for machine in found if not machine.problem]
-    print_text(f"written: {out}, with {', '.join(answered)}; review it, then: smolcluster cluster check {out}")
+    reachable = [machine.name for machine in found if not machine.problem]
+    print_text(f"written: {out}, with {', '.join(reachable)}; review it, then: smolcluster cluster check {out}")
     return 0
 
 

@@ -48,8 +48,8 @@ def compose(
     if submit and out is None:
         out = Path("compose.yaml")
     batch.deliver(text, out)
-    beside = out.parent if out else Path()
-    missing = _missing(job.plane, data=beside / data, token_file=beside / token_file, hand_to=owner if root else None)
+    base = out.parent if out else Path()
+    missing = _missing(job.plane, data=base / data, token_file=base / token_file, hand_to=owner if root else None)
     for line in missing:
         batch.note(f"before it starts: {line}")
     if submit:

@@ -45,6 +45,6 @@ async def _down(known: ClusterRecord, *, now: bool) -> int:
         print_note(name, f"ended {', '.join(ended)}" if ended else "nothing was running")
     if problems:
         raise control.ClusterError(
-            problems.values(), also="processes on these machines keep running; try again when they answer"
+            problems.values(), also="processes on these machines keep running; try again when they are reachable"
         )
     return 0

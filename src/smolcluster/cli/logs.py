@@ -73,7 +73,7 @@ def logs(
 async def _show(
     known: ClusterRecord, chosen: list[str], *, processes: list[str], past: int, on: bool
 ) -> list[HostError]:
-    """Print the output of processes. Return the errors of machines that do not answer."""
+    """Print the output of processes. Return the errors of machines that cannot be reached."""
     from smolcluster.launch.cluster import control
 
     follow = functools.partial(

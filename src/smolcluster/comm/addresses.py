@@ -1,4 +1,4 @@
-"""Addresses: their text, their properties, and a plain TCP connection to one."""
+"""Parse, format and classify network addresses, and connect to one over plain TCP."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def reach(host: str, port: int, *, timeout_s: float) -> socket.socket:
-    """Connect. A connection to itself counts as refused (see `refuse_itself`)."""
+def connect_tcp(host: str, port: int, *, timeout_s: float) -> socket.socket:
+    """Connect over TCP. A connection to itself counts as refused (see `reject_self_connection`)."""
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
-        refuse_itself(sock)
+        reject_self_connection(sock)
     except OSError:
         sock.close()
         raise
     return sock
 
 
-def refuse_itself(sock: socket.socket) -> None:
+def reject_self_connection(sock: socket.socket) -> None:
     """Raise ConnectionRefusedError if this socket is connected to itself.
 
     That happens when no process listens on a local port and the system picks the same number as the source port (TCP
@@ -72,13 +72,13 @@ def refuse_itself(sock: socket.socket) -> None:
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
-def own_host(address: str) -> str:
+def local_address_towards(address: str) -> str:
     """Return the local address that routes to `address`; other machines of that network can reach it."""
     host, port = split_address(address)
     try:
         family, kind, protocol, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as asked:
-            asked.connect(found)  # UDP: sends nothing, only chooses the route
-            return str(asked.getsockname()[0])
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(found)  # UDP: sends nothing, only chooses the route
+            return str(probe.getsockname()[0])
     except OSError as error:
         raise UserError(f"no route from this machine to {address}: {error.strerror or error}") from error

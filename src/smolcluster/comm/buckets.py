@@ -2,16 +2,17 @@
 
 Backward produces gradients from the last layer to the first. Each one is scaled and copied into a flat bucket; a full
 bucket is all-reduced at once, so most communication overlaps with the rest of backward. Buckets are sent in the same order
-on every rank, whatever order their gradients become ready in.
+on every rank, in whatever order gradients become ready.
 
 One `slot` holds the gradients of one step. With `num_slots` = K + 1, up to K steps are in flight while the next is computed.
 
-The last bucket has additional elements: the number of ranks that asked to stop, so that all stop after the same step, and for
-each parameter the number of ranks that used it. A parameter that no rank used gets no gradient, as on one worker: a gradient
-of zero would let the optimizer decay it. Only a rank with unused parameters reads these counts, so a GPU is not synchronized
-where all are used.
+The last bucket has additional elements: the number of ranks that requested a stop, so that all stop after the same step, and
+for each parameter the number of ranks that used it. A parameter that no rank used gets no gradient, as on one worker: a
+gradient of zero would let the optimizer decay it. Only a rank with unused parameters reads these counts, so a GPU is not
+synchronized where all are used.
 
-Where members may be lost, each keeps its own gradients beside the sums, to sum them again in the group of another view.
+Where members may be lost, each keeps its local gradients in addition to the sums, to sum them again in the group of another
+view.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _BucketSlot:
 
 
 class BucketSum(Combination):
-    """Every member gets the whole sum of gradients."""
+    """Every member gets the full sum of gradients."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], group: Group | None, *, bucket_bytes: int, num_slots: int
@@ -176,7 +177,7 @@ class BucketSum(Combination):
         current = self._slots[slot]
         if shares.keys() != set(range(len(current.flats))):
             raise ValueError(f"got {len(shares)} buckets, expected {len(current.flats)}")
-        current.unused = set(range(len(self._parameters)))  # on this rank; the counts tell for all ranks
+        current.unused = set(range(len(self._parameters)))  # on this rank; the counts are over all ranks
         for number, flat in enumerate(current.flats):
             share = shares[number]
             if share.shape != flat.shape or share.dtype != flat.dtype:

@@ -9,19 +9,19 @@ A contribution that cannot be encoded (not finite) is sent with weight 0 and its
 combined again without it.
 
 Error feedback (`codecs/feedback.py`): rounds are encoded in order, each against the residual of the one before, also with
-several in flight. A contribution that does not count (left out, or too late) is rolled back, and the residual with it. If later
-contributions were encoded against it already, the whole residual is dropped: that of a rejected gradient must not reach
-the sums. A tensor without a gradient is not sent; its residual is kept.
+several in flight. A contribution that is not part of the sum (left out, or too late) is rolled back, and the residual with it.
+If later contributions were encoded against it already, the residual is dropped completely: the residual of a rejected gradient
+must not reach the sums. A tensor without a gradient is not sent; its residual is kept.
 
 Gradients are encoded as means over a member's samples and weighted by the summing member, so that their magnitude, and that of
 the residual, does not depend on the batch size.
 
 A message, for n tensors of a bucket:
 
-    8 bytes     weight, float64: samples, or targets that count
+    8 bytes     weight, float64: samples, or targets in the loss
     4 bytes     0, or 1 + the view index of a member whose contribution could not be decoded
     n bytes     1 if the tensor was used, else 0
-    ...         every tensor as the codec writes it; zeros if it was not used, or the contribution does not count
+    ...         every tensor as the codec writes it; zeros if it was not used, or the contribution is left out
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class MessageLayout:
         tail: bytes = b"",
         pinned: bool = False,
     ) -> Tensor:
-        """Return the message, in host memory, and the tail behind it.
+        """Return the message, in host memory, and the tail after it.
 
-        `tensors`: the used ones by index, on any device; None if the contribution does not count. `pinned`: faster from a GPU.
+        `tensors`: the used ones by index, on any device; None if the contribution is left out. `pinned`: faster from a GPU.
         """
         used = bytes(j in tensors for j in self.row)
         message = torch.empty(self.nbytes + len(tail), dtype=torch.uint8, pin_memory=pinned)
@@ -116,7 +116,7 @@ class MessageLayout:
     ) -> Tensor | None:
         """Return the weighted mean of a tensor over the members, accumulated in rank order; None: no member used it.
 
-        `senders`: a number is averaged over the members that sent it, that is where it decodes to another number than 0.
+        `senders`: a number is averaged over the members that sent it: those from which it decodes to a nonzero number.
         """
         shape, mean = self._packers[index].shapes[0], None
         total, counted = sum(weight for weight, _ in heads.values()), torch.zeros(shape if senders else ())
@@ -179,7 +179,7 @@ class EncodedContribution:
 
     step: int
     weight: float = 0.0
-    encoded: dict[int, Tensor | None] = field(default_factory=dict)  # the used tensors; None: does not count
+    encoded: dict[int, Tensor | None] = field(default_factory=dict)  # the used tensors; None: left out
     norms: dict[int, float] = field(default_factory=dict)  # of each tensor after decoding
     broken: bool = False  # could not be encoded
     before: Mapping[str, Memory] = field(default_factory=dict)  # the residual it was encoded against
@@ -221,7 +221,7 @@ class Contributions:
     def start(self, slot: int, *, weight: float, scale: float) -> None:
         """Before the last backward of a step: encode and send each gradient as it becomes ready.
 
-        Rolls back contributions that were in flight before the view and are not any more: they came too late.
+        Rolls back contributions that were in flight before the view and no longer are: they were too late.
         """
         for late in sorted(self._unclaimed, key=lambda s: -self._slots[s].step):
             self._take_back(self._slots[late])
@@ -307,7 +307,9 @@ class Contributions:
                 parts[me] = layout.write(part.weight, part.encoded)
                 heads = layout.heads(parts)
                 total = sum(of for of, _ in heads.values())
-                weight = max(weight, total)  # smaller only if a contribution broke, and then the round does not count
+                weight = max(
+                    weight, total
+                )  # smaller only if a contribution is broken, and then the round is not committed
                 row = enumerate(layout.row)
                 means |= {j: layout.mean(index, parts, heads, senders=senders) for index, j in row}
         return weight, means

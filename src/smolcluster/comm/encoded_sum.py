@@ -4,7 +4,7 @@
     the owner        decodes them, takes the mean in rank order, encodes it, and sends it to all others
     every member     decodes the same bytes, the owner too: replicas stay bit-identical
 
-Owners get whole tensors, balanced by encoded size. Bytes per step and member, sent and received each, for S encoded bytes on
+Owners get complete tensors, balanced by encoded size. Bytes per step and member, sent and received each, for S encoded bytes on
 N members, of which the member owns P:   S + (N-2) P,   which is 2 (N-1)/N S if tensors divide evenly. Contributions are sent
 while backward runs, means when all contributions to an owner's tensors have arrived.
 
@@ -13,7 +13,7 @@ new view is encoded again, against the residual of the last committed round. The
 dropped.
 
 In a group of fixed membership every round is committed: the weights add up to 1, and `own_state`, after `wait`, includes the
-residuals of rounds in flight. The number of members that ask to stop is summed beside.
+residuals of rounds in flight. The number of members that request a stop is summed as well.
 
 Decoding is bit-identical on all machines, except with powersgd, where machines of different kinds may differ in the last bits.
 """
@@ -49,11 +49,11 @@ class Means:
     residual: Mapping[str, Memory] = field(default_factory=dict)  # of this member's means
     # Decoded, on the elastic plane times their weight; None for a tensor that no member used.
     sums: list[Tensor | None] | None = None
-    stops: Tensor = field(default_factory=lambda: torch.zeros(1))  # members that ask to stop
+    stops: Tensor = field(default_factory=lambda: torch.zeros(1))  # members that request a stop
 
 
 class EncodedSum(Combination):
-    """Every member gets the whole sum of gradients, through the owner of each tensor."""
+    """Every member gets the full sum of gradients, through the owner of each tensor."""
 
     def __init__(
         self,
@@ -262,5 +262,5 @@ def shares(sizes: Sequence[int], deal: Deal, members: int) -> list[int]:
 
 
 def messages_of(nbytes: int) -> int:
-    """Return the number of messages for so many bytes."""
+    """Return the number of messages for this many bytes."""
     return -(-nbytes // piece_elements(nbytes, itemsize=1))

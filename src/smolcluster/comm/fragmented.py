@@ -1,4 +1,4 @@
-"""A model in fragments, each with its own combination: each round exchanges one fragment, in turn.
+"""A model in fragments, each with a separate combination: each round exchanges one fragment, in turn.
 
 The last round of a run exchanges all fragments, so that no local change is lost.
 """

@@ -10,13 +10,13 @@ For local SGD, which contributes all tensors at once and rarely: each member sen
 flight at a time. A ring would have to encode the sum again at every hop.
 
 Bytes per round and member, sent and received each, for S encoded bytes on N members:   (N-1) S
-With more than `MOST_GATHERED` members the mean is encoded again instead (`encoded_sum.py`).
+With more than `MAX_GATHERED` members the mean is encoded again instead (`encoded_sum.py`).
 
 With `senders` each number is averaged over the members that sent it (where it decodes to a number other than 0); otherwise over
 all members, and a number that was not sent counts as 0.
 
-Error feedback becomes final when the round is committed. A round that is combined again sends the same bytes; a round that does
-not count leaves the feedback unchanged.
+Error feedback becomes final when the round is committed. A round that is combined again sends the same bytes; a round that is
+not committed leaves the feedback unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from smolcluster.comm.group import Done, Group, Work
 from smolcluster.comm.rounds import Combination, Committed, UnreadableContribution
 from smolcluster.comm.view import View
 
-MOST_GATHERED = 8  # members
+MAX_GATHERED = 8  # members
 
 
 class GatheredMean(Combination):
@@ -114,7 +114,7 @@ class GatheredMean(Combination):
         self._mean, self._stops, self._work = (1.0, list(results)), 0.0, Done()
 
     def contributed(self, slot: int) -> list[Tensor]:
-        """Return what is sent and what error feedback keeps of it, less what it held before."""
+        """Return what is sent plus what error feedback keeps of it, minus what it held before."""
         return [self._contributed(j, name) for j, name in enumerate(self._names)]
 
     def _contributed(self, j: int, name: str) -> Tensor:
@@ -139,12 +139,12 @@ class GatheredMean(Combination):
 
     def follow(self, slot: int, shares: Mapping[int, Tensor], *, members: int) -> None:
         if shares.keys() != set(range(members)) or any(len(m) != self._layout.nbytes for m in shares.values()):
-            raise ValueError(f"the contributions of {len(shares)} members are not as {members} members have them")
+            raise ValueError(f"got the contributions of {len(shares)} members, expected {members}")
         self._feedback.memories = self._settled
         self._mean = self._mean_of([shares[place] for place in range(members)])
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return the feedback after the last round that was contributed to."""
+        """Return the feedback after the last round with a contribution."""
         return {f"{self._codec.name}/{name}": tensor for name, tensor in tensors_of(self._feedback.memories).items()}
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
@@ -184,12 +184,12 @@ class GatheredMean(Combination):
 
     @property
     def _message(self) -> Tensor:
-        """This member's contribution: what it sends without the last byte, which is 1 if it asks to stop."""
+        """This member's contribution: what it sends without the last byte, which is 1 if it requests a stop."""
         return self._sent[:-1]
 
     @property
     def _pinned(self) -> bool:
-        """Whether to use pinned memory for what is sent and received. CUDA keeps it for the next round."""
+        """Return whether to use pinned memory to send and receive. CUDA caches it for the next round."""
         return self._device.type == "cuda" and not self._fake
 
     def _send(self) -> None:

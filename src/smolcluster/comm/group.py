@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from smolcluster.comm.notes import Notes
+from smolcluster.comm.kv_store import KeyValueStore
 from smolcluster.comm.work import Done, PeerLost, Traffic, Work
 from smolcluster.errors import UserError
 
@@ -71,8 +71,8 @@ class Group(ABC):
     def sub(self, ranks: Sequence[int]) -> Group | None:
         """Return the group of these ranks, or None on other ranks. Every rank must call it."""
 
-    def notes(self, name: str) -> Notes | None:
-        """Return the key-value notes of this name (`notes.py`), or None where there is no store."""
+    def kv_store(self, name: str) -> KeyValueStore | None:
+        """Return the key-value store with this namespace, or None without a rendezvous store."""
         return None
 
     @abstractmethod
@@ -134,9 +134,9 @@ def broadcast_in_place(group: Group, tensors: Mapping[str, Tensor]) -> None:
 
 
 def synchronize_weights(group: Group, tensors: Mapping[str, Tensor]) -> None:
-    """Copy rank 0's values to all ranks. Nothing is sent where all ranks made the same ones from the seed.
+    """Copy rank 0's values to all ranks. Nothing is sent if all ranks created equal ones from the seed.
 
-    Raises UserError if ranks have other tensors than rank 0: backends would abort without an explanation.
+    Raises UserError if a rank's names, shapes or dtypes differ from rank 0's: backends would abort without an explanation.
     """
     layout = [(n, str(t.dtype), list(t.shape)) for n, t in tensors.items()]
     values = hashlib.sha256()

@@ -13,15 +13,15 @@ import torch
 
 from smolcluster.comm.group import Group, gather_json
 
-FIRST_BYTES, MOST_BYTES = 16 << 10, 1 << 20
-GROWTH = 8  # from one to the next: the first may be faster than the link
+FIRST_BYTES, MAX_BYTES = 16 << 10, 1 << 20
+GROWTH = 8  # at most, from one all-reduce to the next: the first may fit into buffers
 BUDGET_S = 2.0
 TRIES = 4
 
 
 def next_size(nbytes: int, took_s: float, left_s: float) -> int:
-    """Return how many bytes to time next: as many as take half of the time that is left, if time grows with size."""
-    return max(FIRST_BYTES, min(MOST_BYTES, GROWTH * nbytes, int(nbytes * left_s / 2 / max(took_s, 1e-6))))
+    """Return how many bytes to time next: an estimate of what takes half of the remaining time."""
+    return max(FIRST_BYTES, min(MAX_BYTES, GROWTH * nbytes, int(nbytes * left_s / 2 / max(took_s, 1e-6))))
 
 
 def mbit_per_s(nbytes: float, took_s: float) -> float:
@@ -47,5 +47,5 @@ def _time_of(group: Group, nbytes: int) -> float:
     group.barrier()
     started = time.perf_counter()
     group.all_reduce(tensor).wait()
-    tensor[0].item()  # waits for a GPU
+    tensor[0].item()  # synchronize a GPU
     return float(max(gather_json(group, time.perf_counter() - started)))

@@ -50,7 +50,7 @@ class MemoryHub:
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
         if not self.changed.wait_for(ready, self.timeout_s):
-            raise PeerLost(f"no answer from the other ranks within {self.timeout_s:g} s")
+            raise PeerLost(f"no data from the other ranks within {self.timeout_s:g} s")
 
 
 class _Pending:

@@ -7,7 +7,7 @@ A round consists of local steps, a contribution of every member (tensors and a w
     rounds.settle(in_flight=K)                               wait while more than K of its rounds are not applied
 
 A round is identified by its last step. With h > 1 local steps, rounds end at multiples of h and at the last step of the run;
-`ends(step)` tells whether one ends with this step.
+`ends(step)` returns whether one ends with this step.
 
 `settle` calls the strategy's `apply(result)` for each committed round: in order, on this thread, with the same result on every
 member. On the mesh plane every round commits (`MeshRounds`). On the elastic plane a round commits when the coordinator has
@@ -47,10 +47,10 @@ class Contribution:
     scale: float = 1.0  # loss scale of the backward pass
     start: Callable[[], None] = _nothing  # called before the last backward: contribute gradients as they become ready
     loss: Tensor | None = None
-    said_loss: float = 0.0  # the same value, on the host
+    host_loss: float = 0.0  # the same value, on the host
     loss_factor: float = 1.0  # so that the mean over samples is the loss of the global batch
-    compute_s: float = 0.0  # compute time, also while it was being sent
-    local: Mapping[str, Any] | None = None  # what a strategy reports of its local steps, for the coordinator
+    compute_s: float = 0.0  # compute time, including what overlaps with sending
+    local: Mapping[str, Any] | None = None  # a strategy's report of its local steps, for the coordinator
     epoch: int = -1  # of the view it is combined in
     reported: bool = False
     again: bool = False  # to be combined again, as soon as no earlier round uses its memory
@@ -66,7 +66,7 @@ class Committed:
     factor: float = 1.0  # makes the sum a mean
     scale: float = 1.0  # loss scale, still in the sum
     norm: float | Tensor | None = None  # of the mean, for clipping; None: each member computes it
-    empty: bool = False  # no contribution counted
+    empty: bool = False  # no contribution was accepted
     age: int = 0  # staleness: updates of the server's weights since those it was computed with
 
 
@@ -106,7 +106,7 @@ class Combination(ABC):
         """Wait for the result. Raises ViewChanged if members were lost, UnreadableContribution for an invalid one."""
 
     def stop_count(self, slot: int) -> Tensor:
-        """Return how many members asked to stop in this round, after `wait`."""
+        """Return how many members requested a stop in this round, after `wait`."""
         raise AssertionError(f"{type(self).__name__} needs a coordinator")
 
     def norm(self, slot: int) -> Tensor | None:
@@ -129,7 +129,7 @@ class Combination(ABC):
         """Exchange parameters that only their owner has updated. Raises ViewChanged if members were lost."""
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return this member's own state (error feedback) after the last committed round."""
+        """Return this member's local state (error feedback) after the last committed round."""
         return {}
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
@@ -138,7 +138,7 @@ class Combination(ABC):
     # Elastic plane
 
     def drop(self, slot: int) -> None:  # noqa: B027
-        """Forget this member's contribution, which will not count."""
+        """Forget this member's contribution, which was left out."""
 
     def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
         """Combine in this group from now on. Every member of the new view calls this. May raise ViewChanged.
@@ -162,11 +162,11 @@ class Combination(ABC):
 
     def shares(self, slot: int) -> dict[int, Tensor]:
         """Return this member's share of the result, after `wait`. All shares together are the result, for `follow`."""
-        raise AssertionError(f"{type(self).__name__} has no whole result")
+        raise AssertionError(f"{type(self).__name__} has no complete result")
 
     def follow(self, slot: int, shares: Mapping[int, Tensor], *, members: int) -> None:
         """Set the result of a round from the shares of all members. Raises ValueError if they do not match."""
-        raise AssertionError(f"{type(self).__name__} has no whole result")
+        raise AssertionError(f"{type(self).__name__} has no complete result")
 
     def owned(self, names: Sequence[str]) -> list[str]:
         """Return those of these optimizer tensors that this member saves."""
@@ -194,7 +194,7 @@ class AtServer(Combination):
         return True
 
     def wait(self, slot: int) -> None:
-        """The server's messages tell what is complete."""
+        """The server's messages report what is complete."""
 
     def give(self, result: Committed) -> None:
         put_gradients(self._parameters, self.mean)
@@ -238,7 +238,7 @@ class Rounds(ABC):
         self._contributed(mine, started)
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return this member's own state after the last committed round."""
+        """Return this member's local state after the last committed round."""
         return self.combination.own_state()
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
@@ -248,16 +248,16 @@ class Rounds(ABC):
         """Return the rounds in flight and their results, for a checkpoint. Empty if the coordinator records them."""
         return [], []
 
-    def load(self, said: Sequence[Mapping[str, Any]], results: Sequence[Sequence[Tensor | None]]) -> None:
+    def load(self, saved: Sequence[Mapping[str, Any]], results: Sequence[Sequence[Tensor | None]]) -> None:
         """Restore the rounds in flight. Those that exceed the slots are applied at once."""
-        assert not said, "the coordinator records rounds in flight"
+        assert not saved, "the coordinator records rounds in flight"
 
     @abstractmethod
     def settle(self, *, in_flight: int) -> None:
         """Apply committed rounds, in order; wait while more than `in_flight` rounds are not applied."""
 
     def poll(self) -> None:  # noqa: B027
-        """Take part in what is under way, between two local steps, without waiting."""
+        """Make progress on the rounds in flight, between two local steps, without waiting."""
 
     def share(self, mine: Contribution) -> float:
         """Return this member's share of the mean, as far as it is known before the commit."""
@@ -278,13 +278,13 @@ class ServerRounds(Rounds):
 
     @abstractmethod
     def pull(self) -> None:
-        """Ask for the server's weights."""
+        """Request the server's weights."""
 
     @abstractmethod
     def wait_until(self, done: Callable[[], bool], *, timeout_s: float | None = None) -> bool:
         """Handle the server's messages until `done()`, the end of the run, or a new WELCOME.
 
-        Return whether one of these came within `timeout_s` seconds; None: however long it takes.
+        Return whether one of these came within `timeout_s` seconds; None: no timeout.
         """
 
     def settle(self, *, in_flight: int) -> None:
@@ -343,12 +343,12 @@ class MeshRounds(Rounds):
     def state(self) -> tuple[list[dict[str, Any]], list[list[Tensor | None]]]:
         for flight in self.flights:
             self.combination.wait(flight.slot)
-        said = [{"step": flight.step, "scale": flight.scale} for flight in self.flights]
-        return said, [self.combination.results(flight.slot) for flight in self.flights]
+        saved = [{"step": flight.step, "scale": flight.scale} for flight in self.flights]
+        return saved, [self.combination.results(flight.slot) for flight in self.flights]
 
-    def load(self, said: Sequence[Mapping[str, Any]], results: Sequence[Sequence[Tensor | None]]) -> None:
+    def load(self, saved: Sequence[Mapping[str, Any]], results: Sequence[Sequence[Tensor | None]]) -> None:
         self.flights.clear()
-        for flight, result in zip(said, results, strict=True):
+        for flight, result in zip(saved, results, strict=True):
             self.settle(in_flight=self.num_slots - 1)
             step = int(flight["step"])
             mine = Contribution(step, self.slot_of(step), scale=float(flight["scale"]))

@@ -1,8 +1,8 @@
-"""Helpers for torch's `DTensor` that also take plain tensors, which are their own whole.
+"""Helpers for torch's `DTensor` that also take plain tensors, which count as unsharded.
 
     local(t)          this rank's part, sharing its memory
     gradient(p)       this rank's part of p's gradient, placed like p
-    whole(t)          the full tensor; all ranks that hold a part call it together
+    full_tensor(t)    the full tensor; a collective of all ranks that hold a part
     place(t)          offsets and shape of this rank's part
     copies(t)         number of ranks that hold the same part
     has_first(t)      whether this rank is the first of those
@@ -10,7 +10,7 @@
 
 A saved part is named `name@offsets`: box_name, read_box_name.
 
-torch.distributed.tensor takes a second or more to import and is not imported here: while no one has imported it, there are
+torch.distributed.tensor takes a second or more to import and is not imported here: until another module imports it, there are
 only plain tensors.
 """
 
@@ -62,7 +62,7 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 

@@ -19,7 +19,7 @@ _MAX_TEXT = 255
 
 
 class ViewChanged(PeerLost):
-    """The membership has changed: operations under way must be repeated in the next view."""
+    """The membership has changed: operations in progress must be repeated in the next view."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from smolcluster.errors import SmolclusterError
 
 
 class PeerLost(SmolclusterError):
-    """Another rank does not answer: its process, its machine or the network failed."""
+    """Another rank was lost: its process, its machine or the network failed."""
 
 
 class Work(Protocol):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smolcluster.comm.sharded import gradient, like, local, part_of, whole
+from smolcluster.comm.sharded import full_tensor, gradient, like, local, part_of
 from smolcluster.compute.bare_optimizers import AdamW
 from smolcluster.models.protocols import WithOutputLayer
 
@@ -61,7 +61,7 @@ class Muon(AdamW):  # type: ignore[misc, valid-type]
             before = local(state["momentum_buffer"]) if state else torch.zeros_like(grad)
             after = before * momentum + grad
             state["momentum_buffer"] = like(parameter, after if skip is None else torch.where(skip, before, after))
-            ahead = whole(like(parameter, grad + momentum * after)).flatten(1)
+            ahead = full_tensor(like(parameter, grad + momentum * after)).flatten(1)
             by_shape.setdefault(tuple(ahead.shape), []).append((parameter, ahead))
         for (rows, columns), matrices in by_shape.items():
             factor = 0.2 * math.sqrt(max(rows, columns))

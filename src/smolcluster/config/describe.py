@@ -37,7 +37,7 @@ def schema_for_editors() -> dict[str, Any]:
 
 
 def reason(part: ErrorDetails) -> str:
-    """Return what is wrong with an option, in the words of the check that refused it."""
+    """Return the message of a validation error, without pydantic's prefix for our own checks."""
     return str(part["ctx"]["error"]) if part["type"] == "value_error" else part["msg"]
 
 
@@ -52,11 +52,11 @@ def _schema_at(path: KeyPath) -> dict[str, Any]:
     """Return the JSON schema of a key, or of an entry inside it."""
     schema: dict[str, Any] = json_schema()
     for step in path:
-        for option in map(_meant, schema.get("anyOf", [schema])):
+        for option in map(_resolve_ref, schema.get("anyOf", [schema])):
             if step in option.get("properties", {}):
-                schema = _meant(option["properties"][step])
+                schema = _resolve_ref(option["properties"][step])
             elif isinstance(option.get("additionalProperties"), dict):
-                schema = _meant(option["additionalProperties"])
+                schema = _resolve_ref(option["additionalProperties"])
             elif "prefixItems" in option:
                 schema = option["prefixItems"][min(int(step), len(option["prefixItems"]) - 1)]
             elif "items" in option:
@@ -64,7 +64,7 @@ def _schema_at(path: KeyPath) -> dict[str, Any]:
     return schema
 
 
-def _meant(schema: dict[str, Any]) -> dict[str, Any]:
+def _resolve_ref(schema: dict[str, Any]) -> dict[str, Any]:
     """Resolve a `$ref`."""
     if "$ref" not in schema:
         return schema
@@ -78,7 +78,7 @@ def keys_at(path: KeyPath) -> list[str]:
 
 
 def _in_words(schema: dict[str, Any]) -> str:
-    schema = _meant(schema)
+    schema = _resolve_ref(schema)
     if "properties" in schema:
         return f"a mapping, with keys such as {', '.join(list(schema['properties'])[:3])}"
     if "anyOf" in schema:
@@ -86,8 +86,8 @@ def _in_words(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return str(schema["const"])
     if "enum" in schema:
-        *most, last = schema["enum"]
-        return f"{', '.join(most)} or {last}"
+        *first, last = schema["enum"]
+        return f"{', '.join(first)} or {last}"
     match schema.get("type"):
         case "null":
             return "null"
@@ -116,13 +116,13 @@ def _number(limit: float) -> str:
 
 
 def hide_credentials(url: str) -> str:
-    """Return the URL without user and password. Of a malformed one, rather too much is removed than too little."""
+    """Return the URL without user and password. If it is malformed, errs on the side of removing too much."""
     scheme, colon, rest = url.rpartition("://") if "://" in url else ("", "", url)
     return scheme.rpartition("@")[2] + colon + rest.rpartition("@")[2]
 
 
 def show(value: Any) -> str:
-    """A value as it would stand in YAML, shortened. What may be a password in an address is left out."""
+    """Return a value as YAML, shortened, with credentials in URLs removed."""
     if isinstance(value, str) and "://" in value:
         value = hide_credentials(value)
     text = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

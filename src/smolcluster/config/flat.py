@@ -1,7 +1,7 @@
 """Map one source's keys, as written, to the sections of the schema.
 
 The first cluster files and nn_config.yaml are flat (`batch_size: 32`, `worker_update_interval: 10`); overrides are
-dotted (`training.batch_size=16`). Both spellings may stand in files and in overrides alike.
+dotted (`training.batch_size=16`). Both spellings are accepted in files and in overrides.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from smolcluster.config.tree import ConfigNode, Problem
 _BY_HOST = {("cluster", "host_ip"), ("cluster", "batch_size"), ("cluster", "buffer_size")}
 _HOST_KEYS = set(HostConfig.model_fields)
 
-_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def into_sections(source: ConfigNode, *, below: ConfigNode) -> tuple[ConfigNode, list[Problem]]:
@@ -59,7 +59,7 @@ def _canonical(path: tuple[str, ...], node: ConfigNode) -> tuple[str, ...]:
 
 
 def _insert(tree: dict[str, ConfigNode], path: tuple[str, ...], node: ConfigNode, problems: list[Problem]) -> None:
-    """Insert a node into the tree. Reports a key that one source gives twice, in whatever spellings."""
+    """Insert a node into the tree. Reports a key that one source gives twice, in the same or another spelling."""
     head, *rest = path
     there = tree.get(head)
     if rest:
@@ -89,7 +89,7 @@ def _insert_clipping(
     path = ("training", "grad_clip_norm")
     enabled, source = clipping.get("enabled"), clipping.get("max_norm")
     if enabled is not None and enabled.value is not None:
-        on = _TRUTH.get(str(enabled.value).lower())
+        on = _BOOLEANS.get(str(enabled.value).lower())
         below_node = below.find(path)
         if on is None:
             text = f"{enabled.name} = {show(enabled.plain())}: must be true or false"

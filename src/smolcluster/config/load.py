@@ -63,11 +63,11 @@ def load_config(
         problems += found
         merged = merge(merged, tree)
     merged = _without_steps_of_files(merged, num_files=len(sources))
-    merged = _with_later_of(merged, ("training", "eval_samples"), ("training", "eval_batches"))
-    own = _own_options(merged)
-    merged, found = _below_options(merged, own)
+    merged = _keep_latest_of(merged, ("training", "eval_samples"), ("training", "eval_batches"))
+    plugin_keys = _plugin_options(merged)
+    merged, found = _nest_plugin_options(merged, plugin_keys)
     problems += found
-    known, found = _known(merged, own)
+    known, found = _drop_unknown_keys(merged, plugin_keys)
     problems += found
     config, found = _validate(known)
     problems += found
@@ -165,7 +165,7 @@ def _without_steps_of_files(merged: ConfigNode, *, num_files: int) -> ConfigNode
     return merge(merged, ConfigNode({"training": nothing}, merged.place))
 
 
-def _with_later_of(merged: ConfigNode, *paths: tuple[str, str]) -> ConfigNode:
+def _keep_latest_of(merged: ConfigNode, *paths: tuple[str, str]) -> ConfigNode:
     """Of alternative keys, keep the one from the latest source, null included."""
     found = [(path, node) for path in paths if (node := merged.find(path)) is not None]
     last = max((node.place.order for _, node in found), default=0)
@@ -176,7 +176,7 @@ def _with_later_of(merged: ConfigNode, *paths: tuple[str, str]) -> ConfigNode:
     return merged
 
 
-def _own_options(merged: ConfigNode) -> Collection[str]:
+def _plugin_options(merged: ConfigNode) -> Collection[str]:
     """Return the options of a strategy from another package, which are not keys of the schema."""
     node = merged.find(("strategy", "name"))
     record = find_record(node.value) if node is not None and isinstance(node.value, str) else None
@@ -184,23 +184,23 @@ def _own_options(merged: ConfigNode) -> Collection[str]:
     return {option.key for option in options} - StrategyConfig.model_fields.keys()
 
 
-def _below_options(merged: ConfigNode, own: Collection[str]) -> tuple[ConfigNode, list[Problem]]:
-    """Move `strategy.KEY` to `strategy.options.KEY` for these keys. The last value counts; null means the default."""
+def _nest_plugin_options(merged: ConfigNode, plugin_keys: Collection[str]) -> tuple[ConfigNode, list[Problem]]:
+    """Move `strategy.KEY` to `strategy.options.KEY` for these keys. The last value takes precedence; null means the default."""
     strategy, options = (merged.find(path) for path in (("strategy",), ("strategy", "options")))
-    if not own or strategy is None or not isinstance((options or strategy).value, dict):
+    if not plugin_keys or strategy is None or not isinstance((options or strategy).value, dict):
         return merged, []
     below = {} if options is None else options.value
-    beside = {key: child for key, child in strategy.children() if key in own}
-    twice = [(n, below[key]) for key, n in beside.items() if key in below and n.place.order == below[key].place.order]
-    inside = dict(sorted([*beside.items(), *below.items()], key=lambda item: item[1].place.order))
+    outside = {key: child for key, child in strategy.children() if key in plugin_keys}
+    twice = [(n, below[key]) for key, n in outside.items() if key in below and n.place.order == below[key].place.order]
+    inside = dict(sorted([*outside.items(), *below.items()], key=lambda item: item[1].place.order))
     given = {key: child for key, child in inside.items() if child.value is not None}
-    rest = {key: child for key, child in strategy.children() if key not in beside}
+    rest = {key: child for key, child in strategy.children() if key not in outside}
     rest["options"] = ConfigNode(given, strategy.place, "strategy.options")
     merged = ConfigNode(merged.value | {"strategy": ConfigNode(rest, strategy.place, strategy.name)}, merged.place)
     return merged, [Problem(n.place, f"{n.name}: given twice, here and as {o.name} at {o.place}") for n, o in twice]
 
 
-def _known(merged: ConfigNode, own: Collection[str]) -> tuple[ConfigNode, list[Problem]]:
+def _drop_unknown_keys(merged: ConfigNode, plugin_keys: Collection[str]) -> tuple[ConfigNode, list[Problem]]:
     """Return the tree without unknown keys, and a problem for each of those.
 
     A null for a key that cannot be null means the default, so it is dropped.
@@ -212,8 +212,8 @@ def _known(merged: ConfigNode, own: Collection[str]) -> tuple[ConfigNode, list[P
             if name in Config.model_fields:
                 known[name] = node
             else:
-                problems += [_unknown(child, f"{name}.{key}") for key, child in node.children()] or [
-                    _unknown(node, name)
+                problems += [_unknown_key(child, f"{name}.{key}") for key, child in node.children()] or [
+                    _unknown_key(node, name)
                 ]
             continue
         if not isinstance(node.value, dict):
@@ -222,15 +222,16 @@ def _known(merged: ConfigNode, own: Collection[str]) -> tuple[ConfigNode, list[P
         section: dict[str, ConfigNode] = {}
         for key, child in node.children():
             if key not in SECTIONS[name].model_fields:
-                problems.append(_unknown(child, f"{name}.{key}", own))
+                problems.append(_unknown_key(child, f"{name}.{key}", plugin_keys))
             elif child.value is not None or nullable(name, key):
                 section[key] = child
         known[name] = ConfigNode(section, node.place, name)
     return ConfigNode(known, merged.place), problems
 
 
-def _unknown(node: ConfigNode, name: str, own: Collection[str] = ()) -> Problem:
-    near, likeness = nearest(name, also=[f"strategy.{key}" for key in own])
+def _unknown_key(node: ConfigNode, name: str, plugin_keys: Collection[str] = ()) -> Problem:
+    """Report an unknown section or key of a section."""
+    near, likeness = nearest(name, also=[f"strategy.{key}" for key in plugin_keys])
     value = "(hidden)" if near == "cluster.token" else show(node.plain())
     hint = f"did you mean '{near}'?" if likeness >= 0.6 else f"the nearest known key is '{near}'"
     return Problem(node.place, f"{name} = {value}: unknown key; {hint}")
@@ -243,14 +244,16 @@ def _validate(known: ConfigNode) -> tuple[Config | None, list[Problem]]:
         # pydantic may report several errors inside one value; keep one per value. For a union it reports an error per
         # member; keep the most specific one.
         found = error.errors()
-        strange = [known.reach(part["loc"]) for part in found if part["type"] == "extra_forbidden"]
+        unknown = [known.reach(part["loc"]) for part in found if part["type"] == "extra_forbidden"]
         bad = dict(known.reach(part["loc"]) for part in found if part["type"] != "extra_forbidden")
         inner = [path for path in bad if not any(path == other[: len(path)] for other in bad if other != path)]
-        return None, [_strange_key(node, path) for path, node in strange] + [_bad_value(bad[p], p) for p in inner]
+        return None, [_unknown_nested_key(node, path) for path, node in unknown] + [
+            _bad_value(bad[p], p) for p in inner
+        ]
 
 
-def _strange_key(node: ConfigNode, path: KeyPath) -> Problem:
-    """Report an unknown key of a mapping inside a section."""
+def _unknown_nested_key(node: ConfigNode, path: KeyPath) -> Problem:
+    """Report an unknown key of a mapping below a section; `_unknown_key` reports those of a section."""
     key = path[-1]
     text = f"{node.name} = {show(node.plain())}: unknown key; {suggest(str(key), keys_at(path[:-1]))}"
     return Problem(node.place, text)

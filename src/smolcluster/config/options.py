@@ -21,7 +21,7 @@ from smolcluster.config.types import (
     Lower,
     Natural,
     NonNegative,
-    Number,
+    NotBool,
     Positive,
     Precision,
 )
@@ -45,7 +45,7 @@ class Options(BaseModel):
 
     @property
     def balanced(self) -> bool:
-        """Elastic plane: whether leases follow speed where `cluster.batch_size` says nothing.
+        """Elastic plane: whether leases follow speed if `cluster.batch_size` is not set.
 
         More than a worker's batch is cut into micro-batches.
         """
@@ -58,7 +58,7 @@ class Options(BaseModel):
         return {key: field for key, field in cls.model_fields.items() if key not in unused}
 
     def without_effect(self) -> frozenset[str]:
-        """Return the options that have no effect beside the values of others."""
+        """Return the options that have no effect given the values of others."""
         return frozenset()
 
 
@@ -81,14 +81,14 @@ class CodecOptions(Options):
     """Of strategies that encode gradients."""
 
     codec: Codec = Field("fp32", description="how gradients are encoded on the wire")
-    codec_fraction: Annotated[float, Field(gt=0.0, le=1.0), Number] = Field(
+    codec_fraction: Annotated[float, Field(gt=0.0, le=1.0), NotBool] = Field(
         0.01, description="topk, randk: share of the numbers that is sent"
     )
     codec_rank: Count = Field(2, description="powersgd: rank of the approximation")
-    codec_k: Annotated[int, Field(ge=1, le=4096), Number] = Field(
+    codec_k: Annotated[int, Field(ge=1, le=4096), NotBool] = Field(
         64, description="blocktopk: numbers sent of each block of 4096"
     )
-    codec_bits: Annotated[int, Field(ge=0, le=8), Number] = Field(
+    codec_bits: Annotated[int, Field(ge=0, le=8), NotBool] = Field(
         2, description="blocktopk: bits of a number that is sent; 0: bf16"
     )
     use_quantization: bool = Field(False, description="8-bit gradients; the same as codec: int8")
@@ -115,7 +115,7 @@ class ExchangeOptions(CodecOptions):
 
 
 class Streaming(NamedTuple):
-    """How a model is exchanged in fragments, and while computing goes on."""
+    """How a model is exchanged in fragments, and overlapped with computing."""
 
     fragments: int = 1
     overlap: int = 0  # steps from a contribution until its result is applied
@@ -142,7 +142,7 @@ class RoundOptions(ExchangeOptions):
 
     @property
     def equal_time(self) -> bool:
-        """Whether the workers of a round take as many steps as each has time for, instead of equally many."""
+        """Whether the workers of a round take the number of steps that each has time for, instead of the same number."""
         return False
 
 
@@ -184,7 +184,7 @@ class DiLoCoOptions(RoundOptions):
     inner_steps: Count | Auto = Field(
         INNER_STEPS,
         description="local steps of a worker between two exchanges; auto (elastic plane): 30 on the machine of median "
-        "speed, on others as many as fit into the same time",
+        "speed, on others the number that fits into the same time",
     )
     outer_lr: Positive = Field(0.7, description="learning rate of the outer optimizer")
     outer_momentum: BelowOne = Field(0.9, description="momentum of the outer optimizer; 0: plain SGD")
@@ -316,7 +316,7 @@ def _stage_name(value: Any) -> Any:
     return stages.get(value.upper(), value) if isinstance(value, str) else value
 
 
-_Stage = Annotated[int, Field(ge=0, le=3), Number]
+_Stage = Annotated[int, Field(ge=0, le=3), NotBool]
 _StageOrName = Annotated[
     _Stage | Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"], BeforeValidator(_stage_name)
 ]

@@ -21,7 +21,7 @@ from smolcluster.config.types import (
     Lower,
     Natural,
     NonNegative,
-    Number,
+    NotBool,
     Port,
     Positive,
     Seed,
@@ -82,7 +82,7 @@ class ModelConfig(Section):
     model_dim: Count = Field(256, description="width of the residual stream")
     num_layers: Count = Field(6, description="number of transformer blocks")
     num_heads: Count = Field(4, description="number of attention heads")
-    num_kv_heads: Count | None = Field(None, description="heads for keys and values; null: as many as num_heads")
+    num_kv_heads: Count | None = Field(None, description="heads for keys and values; null: num_heads")
     ff_dim: Count | None = Field(
         None,
         description="width of the feed-forward layer; null: 4 x model_dim, "
@@ -201,7 +201,7 @@ class DataConfig(Section):
     cache_dir: str | None = Field(
         None, description="folder for downloads and token files; null: the user's cache folder"
     )
-    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0), Number] = Field(
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0), NotBool] = Field(
         0.1, description="share held out for validation where the dataset has no validation split"
     )
     download: bool = Field(True, description="download missing files; false: fail instead")
@@ -236,13 +236,13 @@ class HostConfig(Section):
     """One machine of a cluster, for `smolcluster up`. An address is enough: `pi5: 192.168.1.20`."""
 
     address: str | None = Field(None, description="ssh address; null: its name; local: this machine, without ssh")
-    port: Annotated[int, Field(ge=1, le=65535), Number] | None = Field(
+    port: Annotated[int, Field(ge=1, le=65535), NotBool] | None = Field(
         None, description="ssh port; null: from ~/.ssh/config, or 22"
     )
     user: str | None = Field(None, description="ssh user; null: from ~/.ssh/config, or yours")
     key: str | None = Field(None, description="private key file; null: ~/.ssh/config, the agent, the default files")
     via: str | None = Field(None, description="another host of the cluster, as jump host of ssh")
-    workers: Annotated[int, Field(ge=0, le=1024), Number] = Field(
+    workers: Annotated[int, Field(ge=0, le=1024), NotBool] = Field(
         1, description="workers on this machine; 0: none, only the server"
     )
     device: str | None = Field(None, description="cpu, cuda, mps; null: the best available")
@@ -316,7 +316,7 @@ class ClusterConfig(Section):
     )
     server: str | None = Field(None, description="host name of the server")
     workers: list[str] = Field(default_factory=list, description="host names of the workers, in rank order")
-    num_workers: Count | None = Field(None, description="null: as many as workers lists, or 1")
+    num_workers: Count | None = Field(None, description="null: the length of workers, or 1")
     batch_size: Auto | dict[str, Count | Auto] = Field(
         default_factory=dict,
         description="per host, where it differs from training.batch_size; auto, for one host or for all: by measured speed, "
@@ -337,7 +337,7 @@ class ClusterConfig(Section):
     stall_timeout: Positive = Field(
         10.0,
         description="elastic: seconds without a heartbeat until the links of a process are closed while its machine still "
-        "answers, as in a call that holds the GIL; others continue without it before",
+        "responds, as in a call that holds the GIL; others continue without it before",
     )
     join_timeout: Positive = Field(
         120.0, description="mesh: seconds that ranks, or launchers of --elastic, wait for each other at the start"
@@ -366,7 +366,8 @@ class StrategyConfig(_WithOptions):
         None, description="DeepSpeed's key for bucket_mb: numbers in a bucket, of four bytes each"
     )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="options of a strategy from another package; they may also stand beside name"
+        default_factory=dict,
+        description="options of a strategy from another package; they may also be given next to name",
     )
 
     def given(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class PlanRequest:
 
     plane: str
     num_ranks: int
-    every: bool = False  # variant, or the usual ones
+    every: bool = False  # variant, or the default ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +63,14 @@ class Record:
     where: Mapping[str, str]  # plane, mesh or elastic -> `module:Class`; the first plane is the default
     # Of all planes, or by plane. None: known only to its code, and first read when a run begins.
     options: type[Options] | Mapping[str, type[Options]] | None = None
-    # Mesh plane: options that have code of their own; None: as `where` says.
+    # Mesh plane: options with separate code; None: as `where` says.
     code_for: Callable[[Any], str | None] | None = None
     use_when: str = ""
     aliases: tuple[str, ...] = ()
     topology: Topology = "ring"  # who exchanges with whom: a server and its workers, neighbours, a chain
     variants: Callable[[PlanRequest], Iterable[Variant]] = lambda _: [("", {})]  # that a plan compares
     elastic_option: str = ""  # an option that only the elastic plane has: setting it chooses that plane
-    own_steps: bool = False  # its workers count steps of their own, which are not the run's
+    own_steps: bool = False  # its workers count local steps, which are not the run's
     assembled: bool = False  # elastic plane: a checkpoint puts its optimizer state together from the members' parts
 
     @property
@@ -81,23 +81,23 @@ class Record:
         return self.options.get(plane) if isinstance(self.options, Mapping) else self.options
 
 
-def _stages(asked: PlanRequest) -> Iterable[Variant]:
-    if asked.plane == "elastic":
+def _stages(request: PlanRequest) -> Iterable[Variant]:
+    if request.plane == "elastic":
         return [("1", {"fsdp_stage": 1})]
-    half = [n for n in range(2, asked.num_ranks) if asked.num_ranks % n == 0]
+    half = [n for n in range(2, request.num_ranks) if request.num_ranks % n == 0]
     hybrid = [(f"3, hybrid {size}", {"fsdp_stage": 3, "shard_size": size}) for size in half[-1:]]
     whole = [(str(stage), {"fsdp_stage": stage, "shard_size": None}) for stage in range(4)]
     return [*whole[:3], *hybrid, whole[3]]
 
 
-def _schedules(asked: PlanRequest) -> Iterable[Variant]:
-    names = ("1f1b", "gpipe", *(("interleaved", "zero-bubble", "zbv") if asked.every else ()))
+def _schedules(request: PlanRequest) -> Iterable[Variant]:
+    names = ("1f1b", "gpipe", *(("interleaved", "zero-bubble", "zbv") if request.every else ()))
     return [(name, {"schedule": name}) for name in names]
 
 
-def _axes(asked: PlanRequest) -> Iterable[Variant]:
-    for pp, tp in ((2, 1), (1, 2), (2, 2)) if asked.num_ranks > 2 else ():
-        parts = {"dp": asked.num_ranks // (pp * tp), "tp": tp, "pp": pp}
+def _axes(request: PlanRequest) -> Iterable[Variant]:
+    for pp, tp in ((2, 1), (1, 2), (2, 2)) if request.num_ranks > 2 else ():
+        parts = {"dp": request.num_ranks // (pp * tp), "tp": tp, "pp": pp}
         label = " x ".join(f"{name} {n}" for name, n in parts.items() if n > 1)
         yield label, {"pp": pp, "tp": tp, "cp": None, "dp": None, "fsdp_stage": 0, "shard_size": None}
 

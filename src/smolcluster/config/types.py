@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 
-def _not_a_flag(value: Any) -> Any:
+def _reject_bool(value: Any) -> Any:
     """Reject booleans, which Python treats as 0 and 1."""
     if isinstance(value, bool):
         raise ValueError("a number is needed, not true or false")
@@ -18,17 +18,17 @@ def lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-Number = BeforeValidator(_not_a_flag)
+NotBool = BeforeValidator(_reject_bool)
 Lower = BeforeValidator(lower)
 Upper = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
 
-Count = Annotated[int, Field(ge=1), Number]
-Natural = Annotated[int, Field(ge=0), Number]
-Port = Annotated[int, Field(ge=0, le=65535), Number]
-Seed = Annotated[int, Field(ge=0, lt=2**63), Number]
-Positive = Annotated[float, Field(gt=0.0), Number]
-NonNegative = Annotated[float, Field(ge=0.0), Number]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
-BelowOne = Annotated[float, Field(ge=0.0, lt=1.0), Number]
+Count = Annotated[int, Field(ge=1), NotBool]
+Natural = Annotated[int, Field(ge=0), NotBool]
+Port = Annotated[int, Field(ge=0, le=65535), NotBool]
+Seed = Annotated[int, Field(ge=0, lt=2**63), NotBool]
+Positive = Annotated[float, Field(gt=0.0), NotBool]
+NonNegative = Annotated[float, Field(ge=0.0), NotBool]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0), NotBool]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0), NotBool]
 Auto = Annotated[Literal["auto"], Lower]
 Precision = Literal["fp32", "bf16", "fp16"]

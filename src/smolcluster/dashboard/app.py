@@ -27,7 +27,7 @@ from smolcluster.dashboard.logs import read_cursor, read_page
 from smolcluster.dashboard.runs import MAX_COMPARED, MAX_RUNS, NoSuchRun, compare
 from smolcluster.errors import needed as needed_for
 from smolcluster.web.guard import App, Guard, GuardRules
-from smolcluster.web.pages import static_answer, static_files
+from smolcluster.web.pages import static_files, static_response
 from smolcluster.web.streams import WRITE_S, event_stream
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class _Api:
         self._files = static_files(STATIC)
 
     async def static(self, request: Request) -> Response:
-        return static_answer(self._files, request) or _json({"error": "there is no such page"}, 404)
+        return static_response(self._files, request) or _json({"error": "there is no such page"}, 404)
 
     async def health(self, _: Request) -> Response:
         from starlette.responses import PlainTextResponse

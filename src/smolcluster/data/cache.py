@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from smolcluster.durable_files import replacing
+from smolcluster.durable_files import atomic_write
 from smolcluster.errors import UserError
 from smolcluster.folders import user_folder
 from smolcluster.locks import run_once
@@ -103,7 +103,7 @@ def _write(path: Path, *, tokenizer: Encoder, chunks: Iterable[str], facts: dict
     dtype = np.dtype(tokenizer.dtype).newbyteorder("<")
     count, head = 0, b""
     try:
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             for text in chunks:
                 raw = tokenizer.encode(text).astype(dtype, copy=False).tobytes()
                 head += raw[: HEAD_BYTES - len(head)]
@@ -117,7 +117,7 @@ def _write(path: Path, *, tokenizer: Encoder, chunks: Iterable[str], facts: dict
             "head_sha256": hashlib.sha256(head).hexdigest(),
             **facts,
         }
-        with replacing(path.with_suffix(".json")) as file:
+        with atomic_write(path.with_suffix(".json")) as file:
             file.write(json.dumps(sidecar, indent=1).encode())
     except PermissionError:
         # Windows does not replace a file that another process has mapped. It is fine if it is valid.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smolcluster.data.cache import Progress, remove_abandoned
-from smolcluster.durable_files import replacing
+from smolcluster.durable_files import atomic_write
 from smolcluster.errors import UserError
 from smolcluster.locks import run_once
 
@@ -83,7 +83,7 @@ def fetch(
 def _fetch_one(url: str, target: Path, *, sha256: str, progress: Progress | None, max_bytes: int) -> None:
     report = progress or (lambda *_: None)
     request = urllib.request.Request(url, headers={"User-Agent": "smolcluster"})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, replacing(target) as file:
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, atomic_write(target) as file:
         length = response.headers.get("Content-Length", "")
         total = int(length) if length.isdigit() else None
         digest, done = hashlib.sha256(), 0
@@ -128,7 +128,7 @@ def fetch_members(archive: Archive, folder: Path, *, progress: Progress | None =
         downloaded = fetch(archive.urls, folder / archive.filename, sha256=archive.sha256, progress=progress)
         with zipfile.ZipFile(downloaded) as opened:
             for member, file in zip(archive.members, files, strict=True):
-                with opened.open(member) as packed, replacing(file) as unpacked:
+                with opened.open(member) as packed, atomic_write(file) as unpacked:
                     shutil.copyfileobj(packed, unpacked, BLOCK_BYTES)
         if not put_by_user:
             downloaded.unlink()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from smolcluster.comm.elastic.transport.messages import Peer
-from smolcluster.durable_files import atomic_write_text
+from smolcluster.durable_files import durable_write_text
 from smolcluster.version import __version__
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -48,7 +48,7 @@ def run_id_in(file: Path) -> str:
         if known := file.read_text().strip():
             return known
     run_id = secrets.token_hex(8)
-    atomic_write_text(file, run_id + "\n")
+    durable_write_text(file, run_id + "\n")
     return run_id
 
 

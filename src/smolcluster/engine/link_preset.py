@@ -20,10 +20,10 @@ from smolcluster.comm.addresses import is_loopback
 from smolcluster.comm.elastic.membership.link_probe import LinkProbe
 from smolcluster.comm.elastic.membership.roster import Roster
 from smolcluster.comm.elastic.transport.messages import Kind
-from smolcluster.comm.link_speed import MOST_BYTES
+from smolcluster.comm.link_speed import MAX_BYTES
 from smolcluster.config import public_dict
 from smolcluster.config.schema import Config
-from smolcluster.durable_files import atomic_write_text
+from smolcluster.durable_files import durable_write_text
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 
@@ -66,7 +66,7 @@ def pick_by_workers(
     if found is not None or is_loopback(host):  # only processes of this machine can connect
         use_once(found or pick_preset(None))
         return
-    roster.allow(Kind.STATE, most_bytes=MOST_BYTES)
+    roster.allow(Kind.STATE, max_bytes=MAX_BYTES)
     roster.probe = LinkProbe(expected=expected, patience_s=MEASURE_TIMEOUT_S)
     roster.on_speed = lambda speed: use_once(pick_preset(speed))
 
@@ -88,4 +88,4 @@ def recorded_pick(run_dir: RunDir, checkpoints: str | None) -> LinkPick | None:
 
 
 def record_pick(pick: LinkPick, file: Path) -> None:
-    atomic_write_text(file, json.dumps(asdict(pick)) + "\n")
+    durable_write_text(file, json.dumps(asdict(pick)) + "\n")

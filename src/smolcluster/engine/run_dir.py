@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from smolcluster.durable_files import Files, replacing
+from smolcluster.durable_files import Files, atomic_write
 from smolcluster.errors import UserError
 from smolcluster.observe.jsonl import truncate_metrics
 
@@ -174,7 +174,7 @@ class RunDir:
             ) from error
 
     def _write_config(self, text: bytes) -> None:
-        with replacing(self.config) as file:
+        with atomic_write(self.config) as file:
             file.write(text)
 
     def _take_back(self, config_before: tuple[bytes, int] | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smolcluster.durable_files import atomic_write_text
+from smolcluster.durable_files import durable_write_text
 from smolcluster.observe.events import plain
 
 FIELDS = (
@@ -93,4 +93,4 @@ def failed_summary(
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    atomic_write_text(path, json.dumps(plain(summary), indent=2, allow_nan=False) + "\n")
+    durable_write_text(path, json.dumps(plain(summary), indent=2, allow_nan=False) + "\n")

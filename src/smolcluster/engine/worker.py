@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
+from smolcluster.comm.kv_store import KeyValueStore
 from smolcluster.comm.link_speed import measure_link
 from smolcluster.comm.mesh.backends import check_backend
 from smolcluster.comm.mesh.liveness import LivenessMonitor
 from smolcluster.comm.mesh.rendezvous import RankPlace, connect
-from smolcluster.comm.notes import Notes
 from smolcluster.compute.buffers import not_finite
 from smolcluster.config import public_dict
 from smolcluster.config.options import Options
@@ -68,7 +68,7 @@ class Worker(Role):
     """One rank. The methods are its phases, in order."""
 
     saver: Saver | None = None
-    notes: Notes | None = None
+    kv_store: KeyValueStore | None = None
     watch: LivenessMonitor | None = None
     found: Snapshot | None = None  # the checkpoint to resume from, where this rank has read it
     drawing: Drawing | None = None  # of the pipeline schedule
@@ -177,8 +177,8 @@ class Worker(Role):
 
     def _finish_saves(self) -> None:
         """Stop waiting for the checkpoint part of a lost rank."""
-        if self.notes is not None:
-            self.notes.close()
+        if self.kv_store is not None:
+            self.kv_store.close()
         if self.saver is not None:
             self.saver.close()
 
@@ -262,8 +262,8 @@ class Worker(Role):
         )
         strategy = self.strategy_class(self.options, self.context)
         strategy.setup(self.task)
-        self.notes = self._find_notes(strategy)
-        saves_parts = self.notes is not None
+        self.kv_store = self._find_kv_store(strategy)
+        saves_parts = self.kv_store is not None
         self.saver = None
         if training.checkpoint_steps != 0 and (self.lead or saves_parts):
             self.saver = self._make_saver(strategy, saves_parts=saves_parts, again=self.spec.again)
@@ -291,14 +291,14 @@ class Worker(Role):
             profiler=self._make_profiler(last_step=total_steps),
         )
 
-    def _find_notes(self, strategy: Strategy[Options]) -> Notes | None:
-        """Return the notes for sharded saves, if the strategy shards the model and every rank sees the run directory."""
+    def _find_kv_store(self, strategy: Strategy[Options]) -> KeyValueStore | None:
+        """Return the store for sharded saves, if the strategy shards the model and every rank sees the run directory."""
         training, group = self.config.training, self.group
         if training.checkpoint_steps == 0 or not training.sharded_checkpoints or group.size == 1:
             return None
         name = gather_json(group, secrets.token_hex(8))[0]
-        notes = group.notes(name)
-        if notes is None or strategy.state("rank").full_shapes is None:
+        kv_store = group.kv_store(name)
+        if kv_store is None or strategy.state("rank").full_shapes is None:
             return None
         if not is_shared(group, self.run_dir.checkpoints):
             if self.lead:
@@ -306,15 +306,15 @@ class Worker(Role):
                     "checkpoints are not sharded, but written by rank 0: not every rank can read its run directory"
                 )
             return None
-        return notes
+        return kv_store
 
     def _make_store(self) -> Store:
         store = super()._make_store()
-        if self.notes is None:
+        if self.kv_store is None:
             return store
         if self.lead:
-            return LeadStore(self.store, self.notes, size=self.spec.world_size)
-        return PartStore(self.store.folder, self.notes, rank=self.spec.rank)
+            return LeadStore(self.store, self.kv_store, size=self.spec.world_size)
+        return PartStore(self.store.folder, self.kv_store, rank=self.spec.rank)
 
     def _resume(self) -> None:
         """Load the checkpoint: from its files if every rank sees them, else broadcast by the lead rank."""

@@ -1,4 +1,4 @@
-"""Starts the processes of a run.
+"""Start the processes of a run.
 
 prepare.py      sources, overrides and flags to a checked run
 api.py          `smolcluster.train(...)`
@@ -8,7 +8,7 @@ restart/        `train --elastic`
 join/           `join`, `worker`: a machine that joins a run
 cluster/        `up`, `down`: many machines over ssh
 batch/          Slurm, Kubernetes, Compose
-doctor/         what is wrong, and the remedy
+doctor/         find the layer that fails, and its remedy
 scaling.py, scaling_report.py    `bench scaling`
 logstack.py     `logs up`: Grafana, Loki, Prometheus
 """

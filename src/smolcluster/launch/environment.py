@@ -6,7 +6,7 @@
                          the first host of SLURM_STEP_NODELIST; SLURM_RESTART_COUNT of a requeued job: as above
     by hand              --world-size --rank --master-addr --master-port
 
-Flags win over the environment, torchrun's variables over Slurm's. Nothing here imports torch until the rank runs.
+Flags take precedence over the environment, torchrun's variables over Slurm's. Nothing here imports torch until the rank runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST_PORT, NUM_PORTS = 20000, 10000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignedRank:
-    """The rank that another launcher gave this process."""
+    """The rank that another launcher assigned to this process."""
 
     rank: int
     world_size: int

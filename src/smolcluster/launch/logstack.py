@@ -39,7 +39,7 @@ DEFAULTS = {
     "PROMETHEUS_PORT": "9090",
     "LOKI_BIND": "127.0.0.1",
 }
-_READY = {"loki": "/ready", "prometheus": "/-/ready", "grafana": "/api/health"}  # paths that answer 200 when it is
+_READY = {"loki": "/ready", "prometheus": "/-/ready", "grafana": "/api/health"}  # paths that return 200 when it is
 _INSTRUCTIONS = """\
 Grafana     {grafana}   user admin, the password is in {env}
 Loki        {loki}
@@ -67,7 +67,7 @@ def packaged() -> Path:
 
 
 def start(*, tell: Callable[[str], None]) -> None:
-    """Write the files, start the containers, wait until they answer, and print how to use them."""
+    """Write the files, start the containers, wait until they are ready, and print how to use them."""
     folder, compose = data_folder(), find_compose()
     _check_docker()
     environ = write_files(folder)
@@ -113,7 +113,7 @@ def find_compose() -> list[str]:
 
 
 def _check_docker() -> None:
-    """Raise UserError if the docker daemon does not answer."""
+    """Raise UserError if the docker daemon does not respond."""
     docker = shutil.which("docker")
     failure = None if docker is None else _failure(docker, "info", timeout_s=60)
     if failure is not None:
@@ -123,10 +123,10 @@ def _check_docker() -> None:
 def _failure(*command: str, timeout_s: float) -> str | None:
     """Return the last line of a failing command; None on success."""
     try:
-        asked = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False, text=True)
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False, text=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return None if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["no output"])[-1]
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no output"])[-1]
 
 
 def write_files(folder: Path) -> dict[str, str]:
@@ -173,17 +173,17 @@ def _shown(command: list[str]) -> str:
 
 
 def _wait_until_ready(urls: Mapping[str, str], *, see: str) -> None:
-    """Wait until all services answer. `see`: where the user can find out why one does not."""
+    """Wait until all services are ready. `see`: where the user can find out why one does not."""
     deadline, waiting = time.monotonic() + READY_S, list(urls)
     while waiting := [name for name in waiting if not _answers(urls[name] + _READY[name])]:
         if time.monotonic() > deadline:
             names = " and ".join(name.capitalize() for name in waiting)
-            raise SmolclusterError(f"{names} did not answer within {READY_S:g} s; {see}")
+            raise SmolclusterError(f"{names} were not ready within {READY_S:g} s; {see}")
         time.sleep(_POLL_S)
 
 
 def _answers(url: str) -> bool:
     directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with contextlib.suppress(OSError, http.client.HTTPException), directly.open(url, timeout=3) as answer:
-        return bool(answer.status == 200)
+    with contextlib.suppress(OSError, http.client.HTTPException), directly.open(url, timeout=3) as response:
+        return bool(response.status == 200)
     return False

@@ -1,6 +1,6 @@
 """Measure the same training on 1, 2, 4, ... workers of this machine, for `smolcluster bench scaling`.
 
-    for each repeat:  for each number of workers:      (in alternating order, so that drift affects all sizes alike)
+    for each repeat:  for each number of workers:      (in alternating order, so that drift affects all sizes equally)
         an ordinary run: warm-up steps, then timed ones
         its rows give samples and seconds of each rank, without start-up and evaluation
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.config import Overrides, list_overrides
-from smolcluster.durable_files import atomic_write_text
+from smolcluster.durable_files import durable_write_text
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.api import run_here
 from smolcluster.launch.local.outcome import Interrupted
@@ -47,7 +47,7 @@ class ScalingRequest:
     steps: int
     warmup: int
     repeats: int
-    threads: int | None  # OMP_NUM_THREADS of the workers, where the caller has set it
+    threads: int | None  # OMP_NUM_THREADS of the workers, if the caller has set it
     folder: Path
 
     def prepared(self, size: int, place: str, **more: Any) -> Prepared:
@@ -135,18 +135,18 @@ def plan(request: ScalingRequest) -> Scaling:
 
 def batch_for(batch: int, workers: int, shards: int, *, weak: bool) -> int:
     """Return the batch size of one data shard. `batch`: of a single worker; pipeline and tensor peers share a shard."""
-    whole = batch * workers if weak else batch
-    if whole % shards:
+    samples = batch * workers if weak else batch
+    if samples % shards:
         larger = -(-batch // shards) * shards
         raise UserError(
-            f"a step of {whole} samples cannot be divided among {shards} data shards; "
+            f"a step of {samples} samples cannot be divided among {shards} data shards; "
             f"use --override training.batch_size={larger}, or --weak"
         )
-    return whole // shards
+    return samples // shards
 
 
 def data_shards(run: Prepared) -> int:
-    """Return the number of data shards. Raises UserError if the strategy cannot use so many workers."""
+    """Return the number of data shards. Raises UserError if the strategy cannot use this number of workers."""
     from smolcluster.parallel.placement import Node
     from smolcluster.planner.world_sizes import place
 
@@ -251,4 +251,4 @@ def write(folder: Path, scaling: Scaling) -> None:
     if scaling.measured:
         texts["scaling.svg"] = draw(scaling)
     for name, text in texts.items():
-        atomic_write_text(folder / name, text)
+        durable_write_text(folder / name, text)

@@ -1,6 +1,6 @@
 """How well a strategy scales with the number of workers: efficiency as numbers, a table and an SVG.
 
-    efficiency = (samples/s on N workers) / (N/n x samples/s on n workers),    n: the fewest, mostly 1
+    efficiency = (samples/s on N workers) / (N/n x samples/s on n workers),    n: the fewest, usually 1
 
 Strong scaling keeps the samples of a step, weak scaling the samples of a worker. Rates are medians over repeats.
 """
@@ -95,7 +95,7 @@ def remarks(scaling: Scaling) -> list[str]:
     if not scaling.measured:
         return []
     base = scaling.measured[0].workers
-    same = "as many samples for each worker" if scaling.weak else "the same samples a step"
+    same = "the same number of samples for each worker" if scaling.weak else "the same samples a step"
     part = "N x that of one" if base == 1 else f"N/{base} x that of {base}"
     notes = [f"efficiency: throughput on N workers / ({part}); {same}"]
     kept = [size.workers for size in scaling.measured if scaling.efficiency(size) >= LINE]

@@ -29,7 +29,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from smolcluster.durable_files import replacing
+from smolcluster.durable_files import atomic_write
 from smolcluster.locks import try_lock
 
 PRINTED = "STDERR"  # the level of lines that are not records
@@ -188,7 +188,7 @@ class LogQueue:
         position = self._position
         head = self._known_head[1] or self._head(0)
         known = {"offset": position.offset, "time_ns": position.time_ns, "head": head}
-        with replacing(self._saved, flush=False) as file:
+        with atomic_write(self._saved, flush=False) as file:
             file.write(json.dumps(known).encode() + b"\n")
 
     def _head(self, offset: int) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from smolcluster.comm.group import Group
-from smolcluster.comm.sharded import whole
+from smolcluster.comm.sharded import full_tensor
 from smolcluster.compute.replica import Batch, zero_loss
 from smolcluster.errors import UserError
 from smolcluster.models.protocols import SequenceSharded
@@ -83,7 +83,7 @@ class SequenceShards:
     def metrics(self, model: nn.Module, part: Any) -> dict[str, Tensor]:
         mine, share = self.cut(part)
         found = self._task.metrics(model, mine)
-        values = torch.stack([whole(value).double() for value in found.values()]).to(self._group.device)
+        values = torch.stack([full_tensor(value).double() for value in found.values()]).to(self._group.device)
         values = values * share if share else torch.zeros_like(values)  # a mean over nothing is NaN
         self._group.all_reduce(values).wait()
         return dict(zip(found, values, strict=True))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from smolcluster.comm.group import Group
-from smolcluster.comm.mesh.scatter_sum import ScatterSum
+from smolcluster.comm.mesh.reduce_scatter import ReduceScatter
 from smolcluster.compute.replica import Batch
 from smolcluster.errors import UserError
 from smolcluster.parallel.exchange import GradientExchange, everything_in
@@ -76,7 +76,7 @@ class Fsdp2Exchange(GradientExchange):
         wrapped: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
         for part in model.modules() if self._gloo else ():
             if isinstance(part, FSDPModule) and hasattr(part, "set_custom_reduce_scatter"):  # not in torch 2.6
-                part.set_custom_reduce_scatter(ScatterSum())  # type: ignore[arg-type]
+                part.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[arg-type]
         self._order.watch(model, blocks)
         for number, block in enumerate(wrapped):
             block.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + self._prefetch])

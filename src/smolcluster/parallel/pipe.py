@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from smolcluster.comm.group import Group, gather_json
-from smolcluster.comm.sharded import gradient, whole
+from smolcluster.comm.sharded import full_tensor, gradient
 from smolcluster.compute.device import synchronize
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import Batch, to_device, zero_from
@@ -219,9 +219,9 @@ class Pipe:
             return zero_from([output])
         loss = self._task.loss(OutputStub(output), self._microbatch(self._part, int(number)))
         if share is None:
-            self._losses.append(whole(loss.detach()))
+            self._losses.append(full_tensor(loss.detach()))
             return loss * (self._weight / self._parts / self._num_microbatches)
-        self._losses.append(whole(loss.detach()) * share)
+        self._losses.append(full_tensor(loss.detach()) * share)
         return loss * (self._weight * share)
 
     def _build(self, part: Any) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from smolcluster.comm.addresses import dial_address, is_loopback, own_host, split_address
+from smolcluster.comm.addresses import dial_address, is_loopback, local_address_towards, split_address
 from smolcluster.comm.elastic.transport.security import Keyring, check_bind, check_dial, load_keyring
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.compute.device import choose_device
@@ -319,7 +319,7 @@ def _open_stage(server: str, options: StageProcessOptions) -> tuple[StageWorker,
     split_address(server)
     keyring = None if options.no_token else load_keyring(None, os.environ)
     check_dial(server, keyring)
-    here = own_host(server)
+    here = local_address_towards(server)
     check_bind(options.bind or here, keyring)
     device = choose_device(options.device, local_rank=options.local_rank, asked_by="--device")
     dtype = None if options.dtype is None else dtype_of(options.dtype)

@@ -57,7 +57,7 @@ from torch import nn
 
 from smolcluster.comm.codecs import chosen_codec
 from smolcluster.comm.encoded_sum import EncodedSum
-from smolcluster.comm.gathered_mean import MOST_GATHERED, GatheredMean
+from smolcluster.comm.gathered_mean import MAX_GATHERED, GatheredMean
 from smolcluster.comm.rounds import Combination
 from smolcluster.compute.bare_optimizers import SGD
 from smolcluster.config.options import DiLoCoOptions
@@ -105,14 +105,14 @@ class DiLoCo(LocalSteps[DiLoCoOptions]):
         """Whether the mean is encoded again: the same on all workers, and for the whole run."""
         group = self.context.fixed_group
         if group is None:
-            return (self.context.config.cluster.num_workers or 1) > MOST_GATHERED
-        return group.size > MOST_GATHERED and group.device.type == "cpu"  # nccl has no messages out of order
+            return (self.context.config.cluster.num_workers or 1) > MAX_GATHERED
+        return group.size > MAX_GATHERED and group.device.type == "cpu"  # nccl has no messages out of order
 
     @classmethod
     def exchanged(cls, options: DiLoCoOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         if chosen_codec(options).lossless:
             return super().exchanged(options, nodes, shape)
-        if len(nodes) > MOST_GATHERED:
+        if len(nodes) > MAX_GATHERED:
             return summed_by_workers(options, nodes, shape, rounds=1, encoded=True)
         return gathered_by_workers(options, nodes, shape, senders=averages_senders(options))
 

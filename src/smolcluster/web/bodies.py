@@ -39,7 +39,7 @@ class ClientGone(SmolclusterError):
 
 
 class BodyReaders:
-    """The bodies being read. If there is no room for another, the oldest can be timed out."""
+    """The bodies being read. `hurry` times out the oldest, to free its connection or slot."""
 
     def __init__(self, *, min_s: float) -> None:
         self._min_s = min_s
@@ -47,7 +47,7 @@ class BodyReaders:
 
     @contextlib.asynccontextmanager
     async def reading(self, body_s: float) -> AsyncIterator[None]:
-        """Raise TimeoutError after `body_s`, or when `hurry` needs the room."""
+        """Raise TimeoutError after `body_s`, or when `hurry` chooses this body."""
         async with asyncio.timeout(body_s) as timeout:
             self._reading[timeout] = time.monotonic()
             try:
@@ -119,7 +119,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def too_deep(text: str) -> bool:
-    """Whether brackets nest deeper than MAX_DEPTH. Not recursive."""
+    """Return whether brackets nest deeper than MAX_DEPTH. Not recursive."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return False
     brackets = _STRING.sub("", text).translate(_BRACKET)

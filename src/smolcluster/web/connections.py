@@ -2,11 +2,11 @@
 
     bytes that are not HTTP                        400, in the server's own error body, and closed
     no complete request head within `request_s`    closed
-    body still arriving after the answer           closed `linger_s` after the answer
-    answer not taken                               closed after `write_s` without progress
-    more than `max_connections`                   the one idle longest is closed: first those that never sent a request, then
-                                                   those between requests, then bodies older than `crowded_s`. If there is none,
-                                                   the new one gets 503 with Retry-After; from twice as many on, a reset
+    body still arriving after the response         closed `linger_s` after the response
+    response not read                              closed after `write_s` without progress
+    more than `max_connections`                    the one idle longest is closed: first those that never sent a request, then
+                                                   those between requests, then uploads older than `slow_body_s`. If there is
+                                                   none, the new one gets 503 with Retry-After; at twice the limit, a reset
 
 A half-closed connection counts as closed.
 """
@@ -19,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from smolcluster.web.guard import HEADERS, App, Message, Receive, Scope, Send, answer, hardened
+from smolcluster.web.guard import HEADERS, App, Message, Receive, Scope, Send, hardened, send_response
 from smolcluster.web.streams import WRITE_S
 
-_AHEAD_BYTES = 64 << 10  # of requests after the one being answered
+_PIPELINED_BYTES = 64 << 10  # buffered bytes of pipelined requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +31,20 @@ class HttpLimits:
     keep_alive_s: int = 30
     linger_s: float = 5.0
     write_s: float = WRITE_S
-    ending_s: int = 2  # for answers in progress, when the server stops
+    shutdown_s: int = 2  # for responses in progress, when the server stops
     max_connections: int = 512
-    crowded_s: float = 1.0
+    slow_body_s: float = 1.0  # at the connection limit, an upload older than this may be closed
 
 
 class _Phase(enum.IntEnum):
-    NEW = 0  # no request so far
+    NEW = 0  # no request yet
     IDLE = 1  # between requests
     READING = 2  # a request's body is incomplete
-    ANSWERING = 3
+    RESPONDING = 3
 
 
 class ConnectionGate:
-    """All connections of a server. Its `protocol` is uvicorn's `http`; itself it is the ASGI application."""
+    """The open connections of a server. Pass `protocol` to uvicorn as `http=`, and the object as the ASGI app."""
 
     def __init__(self, app: App, limits: HttpLimits, error_body: Callable[[int, str], tuple[str, bytes]]) -> None:
         self._app, self.limits, self.error_body = app, limits, error_body
@@ -57,11 +57,11 @@ class ConnectionGate:
         return _Connection(self, H11Protocol(**options))
 
     def add(self, connection: _Connection) -> None:
-        most, num_open = self.limits.max_connections, len(self.open)
-        if num_open >= 2 * most:
+        limit, num_open = self.limits.max_connections, len(self.open)
+        if num_open >= 2 * limit:
             connection.abort()
             return
-        connection.refused = num_open >= most and not self._evict()
+        connection.refused = num_open >= limit and not self._evict()
         self.open.add(connection)
         self._by_client[connection.client] = connection
 
@@ -72,7 +72,7 @@ class ConnectionGate:
 
     def _evict(self) -> bool:
         """Close the connection that has been idle longest. Return False if all of them are busy."""
-        idle = [one for one in self.open if one.idle(self.limits.crowded_s)]
+        idle = [one for one in self.open if one.idle(self.limits.slow_body_s)]
         if not idle:
             return False
         min(idle, key=lambda one: (one.phase, one.since)).abort()
@@ -86,19 +86,19 @@ class ConnectionGate:
         if connection.refused:
             headers = {"retry-after": "5", "connection": "close"}
             body = self.error_body(503, "too many connections; try again in a few seconds")
-            await answer(503, *body, headers=headers, send=hardened(send))
+            await send_response(503, *body, headers=headers, send=hardened(send))
             return
         names = dict(scope["headers"])
         number = connection.begin(has_body=b"transfer-encoding" in names or names.get(b"content-length", b"0") != b"0")
 
-        async def counted_receive() -> Message:
+        async def tracked_receive() -> Message:
             message = await receive()
             if message["type"] == "http.request" and not message.get("more_body", False):
-                connection.enter(_Phase.ANSWERING)
+                connection.enter(_Phase.RESPONDING)
             return message
 
         try:
-            await self._app(scope, counted_receive, send)
+            await self._app(scope, tracked_receive, send)
         finally:
             connection.end(number)
 
@@ -108,23 +108,23 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, gate: ConnectionGate, inner: Any) -> None:
         self._gate, self._limits, self._inner = gate, gate.limits, inner
-        inner.send_400_response = self._answer_400
+        inner.send_400_response = self._send_400
         self._loop = asyncio.get_running_loop()
         self.phase, self.since, self.refused = _Phase.NEW, self._loop.time(), False
         self._requests = 0
-        self._ahead, self._paused = b"", False
+        self._pipelined, self._paused = b"", False
         self._transport: Any = None
         self.client: tuple[str, int] = ("", 0)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)  # what uvicorn asks of a transport
+        return getattr(self._transport, name)  # the other methods that uvicorn calls on a transport
 
-    # What the gate asks
+    # Called by ConnectionGate
 
-    def idle(self, crowded_s: float) -> bool:
-        old = self.phase is _Phase.READING and self._loop.time() - self.since >= crowded_s
+    def idle(self, slow_body_s: float) -> bool:
+        old = self.phase is _Phase.READING and self._loop.time() - self.since >= slow_body_s
         return (old or self.phase < _Phase.READING) and not self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
@@ -136,7 +136,7 @@ class _Connection(asyncio.Protocol):
 
     def begin(self, *, has_body: bool) -> int:
         self._requests += 1
-        self.enter(_Phase.READING if has_body else _Phase.ANSWERING)
+        self.enter(_Phase.READING if has_body else _Phase.RESPONDING)
         _cancel(self._head_timer)
         self._head_timer = None
         return self._requests
@@ -174,23 +174,23 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.phase is _Phase.IDLE and self._head_timer is None:
             self._head_timer = self._loop.call_later(self._limits.request_s, self.abort)
-        self._ahead += data
+        self._pipelined += data
         self._feed()
 
     def _feed(self) -> None:
         if self._paused:
-            if len(self._ahead) > _AHEAD_BYTES:
+            if len(self._pipelined) > _PIPELINED_BYTES:
                 self._transport.pause_reading()
             return
-        data, self._ahead = self._ahead, b""
+        data, self._pipelined = self._pipelined, b""
         if data:
             try:
                 self._inner.data_received(data)
-            except Exception:  # noqa: BLE001 - not HTTP, after an answer has begun
+            except Exception:  # noqa: BLE001 - not HTTP, after a response has begun
                 self.abort()
 
-    def _answer_400(self, message: str) -> None:
-        """Called by uvicorn for bytes that are not HTTP. h11 raises where an answer has begun."""
+    def _send_400(self, message: str) -> None:
+        """Called by uvicorn for bytes that are not HTTP. h11 raises if a response has begun."""
         import h11
 
         kind, body = self._gate.error_body(400, message)

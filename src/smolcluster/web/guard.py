@@ -95,7 +95,7 @@ class Guard:
         refusal = self.refusal(scope)
         if refusal is not None:
             status, text, headers = refusal
-            await answer(status, *self._rules.error_body(status, text), headers=headers, send=hardened(send))
+            await send_response(status, *self._rules.error_body(status, text), headers=headers, send=hardened(send))
             return
         await self._app(scope, receive, hardened(send))
 
@@ -146,7 +146,7 @@ def host_name(host: str) -> str | None:
 
 
 def same_origin(origin: str, host: str) -> bool:
-    """Whether Origin and Host are the same. The scheme may be https: a proxy in front may terminate TLS."""
+    """Return whether Origin and Host are the same. The scheme may be https: a proxy in front may terminate TLS."""
     scheme, separator, authority = origin.partition("://")
     return bool(separator) and scheme in ("http", "https") and authority.lower() == host.lower()
 
@@ -197,7 +197,7 @@ def _cookies(scope: Scope, name: str) -> list[str]:
 
 
 def hardened(send: Send) -> Send:
-    """The same, with HEADERS on every answer."""
+    """Wrap `send`: add HEADERS to every response."""
 
     async def send_hardened(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -209,9 +209,9 @@ def hardened(send: Send) -> Send:
     return send_hardened
 
 
-async def answer(status: int, kind: str, body: bytes, *, headers: dict[str, str], send: Send) -> None:
+async def send_response(status: int, kind: str, body: bytes, *, headers: dict[str, str], send: Send) -> None:
     """Send a complete response."""
-    usual = {"content-type": kind, "content-length": str(len(body)), "cache-control": "no-store"}
-    fields = [(name.encode(), value.encode()) for name, value in (usual | headers).items()]
+    defaults = {"content-type": kind, "content-length": str(len(body)), "cache-control": "no-store"}
+    fields = [(name.encode(), value.encode()) for name, value in (defaults | headers).items()]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": body})

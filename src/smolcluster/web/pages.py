@@ -33,7 +33,7 @@ def static_files(own: Path) -> Files:
     return found
 
 
-def static_answer(files: Files, request: Request) -> Response | None:
+def static_response(files: Files, request: Request) -> Response | None:
     """Return the requested file or 304; None if there is none."""
     from starlette.responses import Response
 

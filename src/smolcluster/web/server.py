@@ -1,4 +1,4 @@
-"""One port with an ASGI application behind it; see connections.py for its timeouts and limits."""
+"""Serve an ASGI application on one port; see connections.py for its timeouts and limits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def url_of(listener: socket.socket, token: str | None, *, name: str = "token") -
 
 
 def open_browser(url: str) -> None:
-    """Open a page, on a thread of its own: starting a browser may block.
+    """Open a page, on a separate thread: starting a browser may block.
 
     Every user of this machine can see a browser's arguments. For a URL with a key they name a file that redirects there and
     that only this user can read; it is removed after a minute or at exit.
@@ -130,7 +130,7 @@ async def serve(
         proxy_headers=False,
         h11_max_incomplete_event_size=16 << 10,
         timeout_keep_alive=limits.keep_alive_s,
-        timeout_graceful_shutdown=limits.ending_s,
+        timeout_graceful_shutdown=limits.shutdown_s,
     )
     server = uvicorn.Server(config)
 

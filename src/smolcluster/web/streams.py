@@ -58,7 +58,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone("before its answer was complete")
+            raise ClientGone("before its response was complete")
         return working.result()
     finally:
         for task in (working, leaving):

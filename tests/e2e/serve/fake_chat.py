@@ -172,7 +172,7 @@ class Fake:
         from starlette.routing import Route
 
         from smolcluster.web.guard import hardened
-        from smolcluster.web.pages import static_answer, static_files
+        from smolcluster.web.pages import static_files, static_response
         from smolcluster.web.streams import event_stream
 
         files = static_files(STATIC)
@@ -184,7 +184,7 @@ class Fake:
             )
 
         async def page(request: Request) -> Response:
-            return static_answer(files, request) or Response(status_code=404)
+            return static_response(files, request) or Response(status_code=404)
 
         async def models(request: Request) -> Response:
             if not self.may(request):

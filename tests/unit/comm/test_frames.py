@@ -21,12 +21,12 @@ from smolcluster.comm.elastic.transport import frames, payloads
 from smolcluster.comm.elastic.transport.api import Head, Kind, Message
 from smolcluster.comm.elastic.transport.frames import (
     Corrupt,
-    ForeignBytes,
     FrameError,
     Malformed,
-    NotWanted,
     TooLarge,
     Unexpected,
+    UnexpectedPayload,
+    UnknownProtocol,
     WrongVersion,
     decode_meta,
     encode,
@@ -190,7 +190,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("frame", "offset", "layout", "value", "error", "words"),
         [
-            (ACK, 0, "4s", b"HTTP", ForeignBytes, "HTTP"),
+            (ACK, 0, "4s", b"HTTP", UnknownProtocol, "HTTP"),
             (ACK, 4, "H", 2, WrongVersion, "version 2 .* version 1"),
             (ACK, 6, "B", 0, Malformed, "kind 0"),
             (ACK, 6, "B", 255, Malformed, "kind 255"),
@@ -268,7 +268,7 @@ class TestRefusals:
             feed(make_parser(payload_bytes=100), to_bytes(Message(kind=Kind.PUSH, payload=torch.zeros(26))))
 
     def test_a_payload_without_a_buffer(self) -> None:
-        with pytest.raises(NotWanted, match=r"PUSH of step 0: no buffer for float32 of shape \[2, 3\]"):
+        with pytest.raises(UnexpectedPayload, match=r"PUSH of step 0: no buffer for float32 of shape \[2, 3\]"):
             feed(make_parser(lambda head: None), self.PUSH)
 
     def test_a_place_of_the_wrong_size_is_our_own_mistake(self) -> None:

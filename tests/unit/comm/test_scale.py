@@ -220,7 +220,7 @@ def test_a_server_sends_ten_thousand_tensors_and_one_beyond_the_largest_payload(
     try:
         mailbox = Mailbox()
         line = ServerLink(worker, server.listen("127.0.0.1", 0, mailbox))
-        line.allow(Kind.STATE, most_bytes=8 << 20)
+        line.allow(Kind.STATE, max_bytes=8 << 20)
         line.join = lambda: {}
         linked = mailbox.get(60.0)
         assert isinstance(linked, Linked)

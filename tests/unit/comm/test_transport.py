@@ -20,7 +20,7 @@ from tests.places import eventually, free_port
 from tests.relay import Relay
 from torch import Tensor
 
-from smolcluster.comm.addresses import join_address, reach, split_address
+from smolcluster.comm.addresses import connect_tcp, join_address, split_address
 from smolcluster.comm.elastic.transport import connection, frames, payloads, sockets, tcp
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.elastic.transport.connection import TcpLink
@@ -706,7 +706,7 @@ class TestTokens:
         """The other side cannot answer in a way that we could read: we keep trying, and say what may be wrong."""
         caplog.set_level(logging.INFO)
         at_server, _ = self.meet(world, [new_token()], [])
-        said = "the peer closed the connection without an answer; does it need a token? (smolcluster token add)"
+        said = "the peer closed the connection without a response; does it need a token? (smolcluster token add)"
         eventually(lambda: said in caplog.text)
         assert not at_server.links
 
@@ -823,7 +823,7 @@ class TestHandshake:
             for client in (self.client(other), self.client()):
                 with pytest.raises(Refusal) as refusal:
                     self.meet(client, Handshake(make_peer("server"), find=find))
-                assert refusal.value.tell
+                assert refusal.value.notify
                 assert str(refusal.value) == NOT_A_MEMBER
 
     def test_a_servers_proof_does_not_pass_for_a_clients(self) -> None:
@@ -847,7 +847,7 @@ class TestHandshake:
         client = self.client()
         with pytest.raises(Refusal, match="go away  really") as refusal:
             client.handle(Message(kind=Kind.REFUSE, meta={"reason": "go away\n\x1breally"}), cluster=bytes(8))
-        assert not refusal.value.tell
+        assert not refusal.value.notify
 
     @pytest.mark.parametrize(
         "change",
@@ -912,7 +912,7 @@ def test_a_socket_connected_to_itself_is_refused(world: World, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(socket, "socket", AsksItself)
         with pytest.raises(ConnectionRefusedError):
-            reach(HERE, port, timeout_s=WAIT_S)
+            connect_tcp(HERE, port, timeout_s=WAIT_S)
         worker.dial(join_address(HERE, port), at_worker)
         assert attempts.wait(WAIT_S)
     server, at_server = world.transport("server"), Recorder()

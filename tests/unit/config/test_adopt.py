@@ -14,7 +14,7 @@ from smolcluster.config import Config, load_config, public_dict, resolve
 from smolcluster.config.names import SECTIONS, known_keys
 from smolcluster.engine.elastic.adopted_config import FROM_SERVER, _is_plain, adopt, read_plan
 from smolcluster.errors import UserError
-from smolcluster.launch.join.worker import own_overrides, worker_spec
+from smolcluster.launch.join.worker import local_overrides, worker_spec
 
 RUN = "0123456789abcdef"
 
@@ -218,12 +218,12 @@ def test_a_task_may_be_named_like_a_configuration() -> None:
 def test_launchers_pass_on_what_a_worker_does_not_take_from_its_server() -> None:
     overrides = {"data.name": "text", "data.root": "my data", "training.device": "cpu", "training.learning_rate": 0.5}
     config = resolve(load_config([], overrides=overrides | {"logging.loki_url": "http://me:pw@127.0.0.1:3100"}))
-    assert own_overrides(config, same_machine=False) == [
+    assert local_overrides(config, same_machine=False) == [
         *('data.name="text"', 'data.root="my data"', 'training.device="cpu"')
     ]
-    assert 'logging.loki_url="http://127.0.0.1:3100"' in own_overrides(config, same_machine=True)
-    assert own_overrides(resolve(load_config(["gpt"])), same_machine=False) == []
-    given = worker_spec(0, "pi5", server="a:1", overrides=own_overrides(config, same_machine=True)).overrides
+    assert 'logging.loki_url="http://127.0.0.1:3100"' in local_overrides(config, same_machine=True)
+    assert local_overrides(resolve(load_config(["gpt"])), same_machine=False) == []
+    given = worker_spec(0, "pi5", server="a:1", overrides=local_overrides(config, same_machine=True)).overrides
     assert adopted(public_dict(config), given).data.root == "my data"
 
 

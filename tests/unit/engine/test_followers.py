@@ -231,20 +231,20 @@ def test_a_short_silence_is_waited_for_where_steps_are_long(clock: list[float]) 
 # Links between members break
 
 
-def complain(run: Run, *complaints: tuple[int, int]) -> None:
+def suspect(run: Run, *suspicions: tuple[int, int]) -> None:
     """Each first one reports that it cannot reach the second; then all the time passes that is waited for others."""
-    for accuser, accused in complaints:
-        epoch = run.links[accuser].last(Kind.VIEW).epoch
-        run.hear(accuser, Message(kind=Kind.SUSPECT, epoch=epoch, meta={"rank": accused}))
+    for reporter, suspected in suspicions:
+        epoch = run.links[reporter].last(Kind.VIEW).epoch
+        run.hear(reporter, Message(kind=Kind.SUSPECT, epoch=epoch, meta={"rank": suspected}))
     run.go_on()
-    assert sorted(run.roster.members) == sorted(run.links), "nobody waited for the other complaints"
-    for complaint in run.coordinator._evictions.complaints:
-        run.coordinator._evictions.complaints[complaint] -= coordinator.CONNECT_S + evictions.WITNESS_S
+    assert sorted(run.roster.members) == sorted(run.links), "nobody waited for the other suspicions"
+    for suspicion in run.coordinator._evictions.suspicions:
+        run.coordinator._evictions.suspicions[suspicion] -= coordinator.CONNECT_S + evictions.WITNESS_S
     run.go_on()
 
 
 @pytest.mark.parametrize(
-    ("complaints", "stay"),
+    ("suspicions", "stay"),
     [
         ([(0, 1), (1, 0), (0, 2), (2, 0), (0, 3), (3, 0)], [1, 2, 3]),
         ([(0, 1), (0, 2), (0, 3)], [1, 2, 3]),
@@ -252,23 +252,23 @@ def complain(run: Run, *complaints: tuple[int, int]) -> None:
         ([(0, 1), (1, 0)], [0, 2, 3]),
         ([(0, 3), (1, 3)], [0, 1, 2]),
     ],
-    ids=["the first is cut off", "only the first complains", "of one alone", "one link", "two witnesses"],
+    ids=["the first is cut off", "only the first reports", "of one alone", "one link", "two witnesses"],
 )
-def test_a_partial_cut_costs_the_fewest_members(complaints: list[tuple[int, int]], stay: list[int]) -> None:
+def test_a_partial_cut_costs_the_fewest_members(suspicions: list[tuple[int, int]], stay: list[int]) -> None:
     run = Run(replicated=True)
     run.join(0, 1, 2, 3)
     run.commit(1)
-    complain(run, *complaints)
+    suspect(run, *suspicions)
     assert sorted(run.roster.members) == stay
     run.commit(2)
     assert run.coordinator._committed == 2
 
 
-def test_a_member_that_is_silent_explains_the_complaints() -> None:
+def test_a_member_that_is_silent_explains_the_suspicions() -> None:
     run = Run(replicated=True)
     run.join(0, 1, 2)
     run.links[0].silent_s = 2.0
-    complain(run, (0, 1), (1, 0))
+    suspect(run, (0, 1), (1, 0))
     assert sorted(run.roster.members) == [1, 2]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from smolcluster.comm.group import PeerLost
-from smolcluster.comm.notes import Notes as StoreNotes
+from smolcluster.comm.kv_store import KeyValueStore
 from smolcluster.comm.sharded import box_name, read_box_name
 from smolcluster.durable_files import Files
 from smolcluster.engine.checkpoint.lazy_tensors import FileEntry, StoredTensors
@@ -36,7 +36,7 @@ WHOLE = torch.arange(28.0).view(7, 4)
 STEP = torch.tensor(5.0)
 
 
-MakeNotes = Callable[[], StoreNotes]
+MakeStore = Callable[[], KeyValueStore]
 Save = Callable[..., list[Path | Exception]]
 
 
@@ -45,12 +45,12 @@ def rendezvous() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def notes_of(rendezvous: TCPStore) -> MakeNotes:
-    """Return what makes the notes of a rank, which share a name."""
-    return partial(StoreNotes, "127.0.0.1", rendezvous.port, name=secrets.token_hex(8))
+def kv_store_of(rendezvous: TCPStore) -> MakeStore:
+    """Return a constructor of stores that share a namespace."""
+    return partial(KeyValueStore, "127.0.0.1", rendezvous.port, name=secrets.token_hex(8))
 
 
-notes = pytest.fixture(notes_of)
+kv_store = pytest.fixture(kv_store_of)
 
 
 def snapshot_of(rank: int, *, step: int = 1, ranks: int = 3, **fields: Any) -> Snapshot:
@@ -69,11 +69,11 @@ def snapshot_of(rank: int, *, step: int = 1, ranks: int = 3, **fields: Any) -> S
 
 
 def stores(
-    folder: Path, notes: MakeNotes, *, ranks: int = 2, files: Callable[[int], Files] = lambda rank: Files()
+    folder: Path, kv_store: MakeStore, *, ranks: int = 2, files: Callable[[int], Files] = lambda rank: Files()
 ) -> list[Any]:
     """Return the store of each rank."""
-    lead = LeadStore(CheckpointStore(folder, keep=2, files=files(0)), notes(), size=ranks)
-    return [lead, *(PartStore(folder, notes(), rank=rank, files=files(rank)) for rank in range(1, ranks))]
+    lead = LeadStore(CheckpointStore(folder, keep=2, files=files(0)), kv_store(), size=ranks)
+    return [lead, *(PartStore(folder, kv_store(), rank=rank, files=files(rank)) for rank in range(1, ranks))]
 
 
 def save_all(stores: Sequence[Any], snapshots: Sequence[Snapshot]) -> list[Path | Exception]:
@@ -87,7 +87,7 @@ def save_all(stores: Sequence[Any], snapshots: Sequence[Snapshot]) -> list[Path 
 def save_together(tmp_path: Path, rendezvous: TCPStore) -> Save:
     def save(*, step: int = 1, ranks: int = 3, **options: Any) -> list[Path | Exception]:
         snapshots = [snapshot_of(rank, step=step, ranks=ranks) for rank in range(ranks)]
-        return save_all(stores(tmp_path, notes_of(rendezvous), ranks=ranks, **options), snapshots)
+        return save_all(stores(tmp_path, kv_store_of(rendezvous), ranks=ranks, **options), snapshots)
 
     return save
 
@@ -102,8 +102,8 @@ def test_parts_become_one_checkpoint(tmp_path: Path, save_together: Save, ranks:
         assert dict(found.weights).keys() == {"a.weight"}
 
 
-def test_notes_do_not_pile_up(tmp_path: Path, notes: MakeNotes, rendezvous: TCPStore) -> None:
-    before, both = rendezvous.num_keys(), stores(tmp_path, notes)
+def test_keys_are_deleted_after_each_save(tmp_path: Path, kv_store: MakeStore, rendezvous: TCPStore) -> None:
+    before, both = rendezvous.num_keys(), stores(tmp_path, kv_store)
     for step in (1, 2, 3):
         save_all(both, [snapshot_of(rank, step=step, ranks=2) for rank in range(2)])
     assert rendezvous.num_keys() - before == 2, "more than the folder and the outcome of the last step"
@@ -123,11 +123,11 @@ def test_one_rank_that_cannot_write_undoes_the_save_and_harms_nothing(tmp_path: 
     assert save_together(step=2)[0] == tmp_path / "step-00000002"
 
 
-def test_parts_that_leave_a_hole_are_not_called_saved(tmp_path: Path, notes: MakeNotes) -> None:
+def test_parts_that_leave_a_hole_are_not_called_saved(tmp_path: Path, kv_store: MakeStore) -> None:
     """Every rank wrote what it had, and together it is not the model."""
     short = snapshot_of(1, ranks=2)
     short.weights = {name: rows[:-1] for name, rows in short.weights.items()}
-    lead, other = save_all(stores(tmp_path, notes), [snapshot_of(0, ranks=2), short])
+    lead, other = save_all(stores(tmp_path, kv_store), [snapshot_of(0, ranks=2), short])
     assert isinstance(lead, DamagedCheckpoint)
     assert "do not contain 'a.weight' (7, 4) exactly once" in str(lead)
     assert isinstance(other, OSError)
@@ -142,12 +142,12 @@ def test_a_step_that_is_there_is_kept_and_nobody_waits(tmp_path: Path, save_toge
     assert (tmp_path / "step-00000001" / "manifest.json").read_bytes() == before
 
 
-def test_a_rank_that_leaves_ends_the_wait(tmp_path: Path, notes: MakeNotes) -> None:
-    mine = notes()
+def test_a_rank_that_leaves_ends_the_wait(tmp_path: Path, kv_store: MakeStore) -> None:
+    mine = kv_store()
     lead = LeadStore(CheckpointStore(tmp_path, keep=2), mine, size=2)
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(lead.save, snapshot_of(0, ranks=2))
-        notes().read("1/folder", timeout_s=60.0)
+        kv_store().get("1/folder", timeout_s=60.0)
         mine.close()
         with pytest.raises(OSError, match="rank 1 did not save its part"):
             saving.result(timeout=300)
@@ -224,10 +224,10 @@ def test_a_box_is_read_by_its_name(name: str, offsets: list[int]) -> None:
     assert read_box_name(box_name(name, offsets)) == (name, tuple(offsets))
 
 
-def test_who_waits_for_a_note_fills_no_terminal(notes: MakeNotes, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_that_times_out_prints_no_stack_trace(kv_store: MakeStore, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
-    with pytest.raises(PeerLost, match="has posted"):
-        notes().read("never", timeout_s=0.1)
+    with pytest.raises(PeerLost, match="has set"):
+        kv_store().get("never", timeout_s=0.1)
     assert capfd.readouterr().err == ""
 
 
@@ -254,19 +254,19 @@ def test_what_torch_says_of_connections_is_not_shown_by_a_rank_that_somebody_els
     assert (ended.returncode, ended.stderr.decode()) == (7, "")
 
 
-def test_notes_travel_through_a_store(notes: MakeNotes, rendezvous: TCPStore) -> None:
-    one, other = notes(), notes()
-    stranger = StoreNotes("127.0.0.1", rendezvous.port, name="y")
-    one.post("a", {"b": [1, None]})
-    assert other.read("a", timeout_s=60.0) == {"b": [1, None]}
+def test_ranks_share_values_through_the_store(kv_store: MakeStore, rendezvous: TCPStore) -> None:
+    one, other = kv_store(), kv_store()
+    stranger = KeyValueStore("127.0.0.1", rendezvous.port, name="y")
+    one.set("a", {"b": [1, None]})
+    assert other.get("a", timeout_s=60.0) == {"b": [1, None]}
     for key, reader in (("a", stranger), ("c", other)):
-        with pytest.raises(PeerLost, match="has posted"):
-            reader.read(key, timeout_s=0.01)
-    other.remove("a")
-    with pytest.raises(PeerLost, match="has posted a"):
-        one.read("a", timeout_s=0.01)
+        with pytest.raises(PeerLost, match="has set"):
+            reader.get(key, timeout_s=0.01)
+    other.delete("a")
+    with pytest.raises(PeerLost, match="has set a"):
+        one.get("a", timeout_s=0.01)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(one.read, "never", timeout_s=600.0)
+        waiting = pool.submit(one.get, "never", timeout_s=600.0)
         one.close()
         with pytest.raises(PeerLost, match="leaving"):
             waiting.result(timeout=300)

@@ -396,7 +396,7 @@ def test_a_file_that_was_rewritten_while_nobody_looked_is_copied_anew(
     path = tmp_path / "metrics.jsonl"
     path.write_text("1\n2\n")
     with path.open("rb") as file:
-        have = {"metrics.jsonl": [4, following.proof_of(file, 4)]}
+        have = {"metrics.jsonl": [4, following.digest_of(file, 4)]}
     path.write_text(now)
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(following, "say", lambda **said: told.append(said))

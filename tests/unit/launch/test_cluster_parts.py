@@ -290,7 +290,14 @@ def test_the_server_is_reached_over_the_link_that_both_have(tmp_path: Path) -> N
 )
 def test_what_would_go_wrong_is_said_before(tmp_path: Path, facts: dict[str, Any], said: str) -> None:
     layout = laid_out("hosts: {a: 10.0.0.1, b: 10.0.0.2}\nstrategy: edp\n", tmp_path)
-    good = {"asked": 999.9, "answered": 1000.1, "time": 1000.0, "writable": True, "disk_free": 9 << 30, "processes": {}}
+    good = {
+        "requested_at": 999.9,
+        "replied_at": 1000.1,
+        "time": 1000.0,
+        "writable": True,
+        "disk_free": 9 << 30,
+        "processes": {},
+    }
     found = [str(problem) for problem in problems_of(layout, "a", good | facts)]
     assert len(found) == bool(said)
     assert said in "".join(found)
@@ -506,10 +513,10 @@ def found_by(answers: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert accept_new
         return {name: ({} if answers.get(name) else facts, answers.get(name, "")) for name in machines}
 
-    monkeypatch.setattr(inventory, "_ask", ask)
+    monkeypatch.setattr(inventory, "_probe", ask)
     monkeypatch.setattr(inventory, "_offers", lambda: [])
     monkeypatch.setattr(
-        inventory, "own_host", lambda address: {"10.10.0.1:2222": "10.10.0.9"}.get(address, "192.168.1.9")
+        inventory, "local_address_towards", lambda address: {"10.10.0.1:2222": "10.10.0.9"}.get(address, "192.168.1.9")
     )
     monkeypatch.setattr("socket.gethostname", lambda: "desk.example.org")
     path = tmp_path / "config"
@@ -750,14 +757,14 @@ def test_logs_of_the_others_are_shown_when_a_machine_is_away(
     async def follow(*_: Any, chosen: list[str], show: Any, **__: Any) -> None:
         for name in chosen:
             if name == "mini1":
-                raise HostError("mini1", "10.0.0.1 does not answer in 10 s")
+                raise HostError("mini1", "10.0.0.1 did not respond within 10 s")
             show(name, "worker-1", "step 3")
 
     monkeypatch.setattr(control, "follow", follow)
     assert logs(lines=20) == 1
     said = capsys.readouterr()
     assert said.out == "worker-1@pi5 | step 3\n"
-    assert said.err == "smolcluster: mini1: 10.0.0.1 does not answer in 10 s\n"
+    assert said.err == "smolcluster: mini1: 10.0.0.1 did not respond within 10 s\n"
     assert logs("pi5", lines=20) == 0
 
 
@@ -786,7 +793,7 @@ def test_a_home_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("SMOLCLUSTER_TOKEN", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     layout = laid_out("hosts: {mini1: 10.0.0.1, pi5: 10.0.0.2}\nstrategy: edp\n", tmp_path)
-    said = "cannot write .*Not a directory; set XDG_STATE_HOME to a folder that you may write"
+    said = "cannot write .*Not a directory; set XDG_STATE_HOME to a writable folder"
     with pytest.raises(UserError, match=said):
         save_record(as_record(layout))
     with pytest.raises(UserError, match=said):

@@ -87,7 +87,7 @@ def test_a_driver_that_is_stuck_does_not_hold_up_the_doctor(monkeypatch: pytest.
     stuck_programs = [str(nvidia_smi)]
     gpu = next(finding for finding in machine._torch_and_gpu() if finding.layer is Layer.GPU)
     assert gpu.verdict is Verdict.BAD
-    assert "nvidia-smi fails: no answer" in gpu.what
+    assert "nvidia-smi fails: no response" in gpu.what
     assert run_briefly(sys.executable, "-c", "import time; time.sleep(600)", timeout_s=0.1) is None
 
 
@@ -199,7 +199,7 @@ def test_another_version_of_the_protocol(
 
 @pytest.mark.parametrize(
     ("says", "told"),
-    [(b"SSH-2.0-OpenSSH_9.2\r\n", "it sent 'SSH-2.0-OpenSSH_9.2'"), (b"", "it does not answer")],
+    [(b"SSH-2.0-OpenSSH_9.2\r\n", "it sent 'SSH-2.0-OpenSSH_9.2'"), (b"", "it does not respond")],
     ids=["ssh", "silent"],
 )
 @pytest.mark.parametrize("mine", ["", MINE], ids=["open", "token"])
@@ -242,7 +242,7 @@ def test_a_port_may_be_left_out(said: str, place: tuple[str, int]) -> None:
 @pytest.mark.parametrize(
     ("error", "layer", "mend"),
     [
-        (HostError("pi5", "no answer to 'inspect': killed", layer="route"), Layer.ROUTE, "check that it is on"),
+        (HostError("pi5", "no reply to 'inspect': killed", layer="route"), Layer.ROUTE, "check that it is on"),
         (HostError("pi5", "Permission denied (/root)"), Layer.SSH, ""),
         (HostError("pi5", "the host key has CHANGED", "ssh-keygen -R pi5"), Layer.SSH, "ssh-keygen"),
     ],
@@ -273,7 +273,7 @@ def test_the_command_says_what_and_how_to_mend_it(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("probe", "layer", "mend"),
     [
-        ({"layer": "firewall", "problem": "no answer in 5 s"}, Layer.FIREWALL, "ip route add"),
+        ({"layer": "firewall", "problem": "no response in 5 s"}, Layer.FIREWALL, "ip route add"),
         ({"layer": "route", "problem": "unreachable"}, Layer.ROUTE, "ip route add"),
         ({"layer": "port", "problem": "Connection refused"}, Layer.PORT, "--bind"),
         (HostError("pi4", "no Python there", "install one", layer="Python"), Layer.PYTHON, "install one"),

@@ -195,7 +195,7 @@ def test_one_that_never_answers_is_told(calls: Path, folder: Path, monkeypatch: 
     install(calls, "docker")
     use(folder, **dict.fromkeys(PORTS, "1"))
     monkeypatch.setattr(logstack, "READY_S", 0.0)
-    message = rf"^Loki and Prometheus and Grafana did not answer within 0 s; in {folder} see: docker compose .* logs$"
+    message = rf"^Loki and Prometheus and Grafana were not ready within 0 s; in {folder} see: docker compose .* logs$"
     with pytest.raises(SmolclusterError, match=message):
         start(tell=lambda _: None)
 

@@ -169,7 +169,7 @@ def test_one_who_drips_does_not_hold_the_seat(monkeypatch: pytest.MonkeyPatch) -
         machine = pool.submit(pairing._JsonLines(here).receive, 0.3)
         while not wait([machine], timeout=0.005).done:
             there.sendall(b" ")
-        assert "no answer in 0.3 s" in str(machine.exception(0))
+        assert "no response in 0.3 s" in str(machine.exception(0))
 
 
 def test_what_travels_is_sealed() -> None:

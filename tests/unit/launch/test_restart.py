@@ -178,7 +178,7 @@ def test_launchers_wait_for_the_one_that_leads_as_long_as_they_are_told(monkeypa
 
     monkeypatch.setattr(tcp, "dial", nobody)
     message = (
-        r"no answer from --rdzv-endpoint 192.0.2.1:9 in 0.5 s \(cluster.join_timeout\): Connection refused; start the"
+        r"no response from --rdzv-endpoint 192.0.2.1:9 in 0.5 s \(cluster.join_timeout\): Connection refused; start the"
     )
     refuses(message, ("192.0.2.1", 9), timeout_s=0.5)
     assert len(attempts) > 1  # the name is asked again: a pod that leads may have another address

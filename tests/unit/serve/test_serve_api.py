@@ -273,7 +273,7 @@ def test_shutdown_ends_event_streams_cleanly(own: ScriptedEngine) -> None:
 def test_shutdown_ends_a_running_stream_with_an_error(own: ScriptedEngine, path: str, held: int | None) -> None:
     """Also one that waits for a machine."""
     own.pace_s, own.hold_after = 0.05, held
-    with serving(own, http_limits=HttpLimits(ending_s=20)) as port:
+    with serving(own, http_limits=HttpLimits(shutdown_s=20)) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
         body = json.dumps({"prompt": "x", "max_tokens": 500, "stream": True})
         connection.request("POST", path, body, {"Content-Type": "application/json"})

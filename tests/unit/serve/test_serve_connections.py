@@ -42,7 +42,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 
-QUICK = HttpLimits(request_s=0.3, linger_s=0.3, write_s=0.3, ending_s=1, max_connections=64)
+QUICK = HttpLimits(request_s=0.3, linger_s=0.3, write_s=0.3, shutdown_s=1, max_connections=64)
 
 LOOP = (
     "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -149,7 +149,7 @@ def test_the_number_of_bodies_being_read_is_limited(own: ScriptedEngine) -> None
 
 def test_slow_bodies_make_room(own: ScriptedEngine) -> None:
     """After a while, and only where another waits; both for the bodies that are read and for connections."""
-    http_limits = HttpLimits(request_s=20, ending_s=1, max_connections=3, crowded_s=0.2)
+    http_limits = HttpLimits(request_s=20, shutdown_s=1, max_connections=3, slow_body_s=0.2)
     limits = {"requests": 3, "crowded_body_s": 0.2, "body_s": 60.0}
     with serving(own, http_limits=http_limits, **limits) as port, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connect(port)) for _ in range(2)]
@@ -318,7 +318,7 @@ def test_a_client_that_does_not_read_its_stream_is_disconnected() -> None:
     own = ScriptedEngine(context=1_000_000)
     told: list[int] = []
     own.script = lambda ask: Counted(ask.max_tokens, told)
-    http_limits = HttpLimits(write_s=3.0, ending_s=1)
+    http_limits = HttpLimits(write_s=3.0, shutdown_s=1)
     with serving(own, http_limits=http_limits, max_tokens=900_000) as port, deaf(port) as reader:
         reader.sendall(written(POSTS[0], CHAT | {"stream": True}))
         assert own.begun.acquire(timeout=300)
@@ -365,7 +365,7 @@ def cut_off(reader: socket.socket) -> bool:
 
 def test_connections_beyond_the_limit(own: ScriptedEngine) -> None:
     """Those that ask nothing make room for others; where all have asked, a new one is told to come back."""
-    http_limits = HttpLimits(request_s=20, ending_s=1, max_connections=50)
+    http_limits = HttpLimits(request_s=20, shutdown_s=1, max_connections=50)
     with serving(own, http_limits=http_limits) as port, contextlib.ExitStack() as stack:
         crowd = []
         for _ in range(1000):
@@ -393,7 +393,7 @@ def test_connections_beyond_the_limit(own: ScriptedEngine) -> None:
 
 
 def test_the_connection_idle_longest_is_evicted(own: ScriptedEngine) -> None:
-    http_limits = HttpLimits(request_s=20, ending_s=1, max_connections=2)
+    http_limits = HttpLimits(request_s=20, shutdown_s=1, max_connections=2)
     with serving(own, http_limits=http_limits) as port, contextlib.ExitStack() as stack:
         friend, other = (
             stack.enter_context(contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=300)))

@@ -37,7 +37,7 @@ class Codec(ABC):
 
     @property
     def feedback(self) -> bool:
-        """Whether training needs error feedback: True if the codec is biased."""
+        """True if the codec is biased: training then needs error feedback."""
         return False
 
     @abstractmethod

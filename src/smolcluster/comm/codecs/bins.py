@@ -1,6 +1,6 @@
 """Numbers as bins of equal width around their mean, for the segments of a list: one segment for each tensor.
 
-Sums are of whole numbers, so they do not depend on the order in which a device adds, nor on what other segments there are.
+Sums are of integers, so they depend neither on the order in which a device adds, nor on the other segments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 SUM_BITS = 62  # of a sum
-MOST_BITS = 40  # of a number in it
+MAX_BITS = 40  # of a number in it
 
 
 class Segments:
@@ -22,7 +22,7 @@ class Segments:
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         self.counts = torch.tensor(counts, device=device)
         self._total = sum(counts)
-        bits = [min(MOST_BITS, SUM_BITS - count.bit_length()) for count in counts]
+        bits = [min(MAX_BITS, SUM_BITS - count.bit_length()) for count in counts]
         self._bits = torch.tensor(bits, device=device)
 
     @cached_property
@@ -42,14 +42,14 @@ class Segments:
         return of_segments if len(self) == 1 else of_segments.index_select(0, self.of)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sum whole numbers. Those of other segments may wrap around: differences are right all the same."""
+        """Return the sums of integers. A running sum may wrap around: differences are still right."""
         if len(self) == 1:
             return values.sum(0, keepdim=True)
         through = values.cumsum(0)[self.starts + self.counts - 1]
         return torch.diff(through, dim=0, prepend=torch.zeros_like(through[:1]))
 
     def scale(self, peaks: Tensor) -> Tensor:
-        """Return the power of two that makes whole numbers of numbers up to these, as fine as their sum allows."""
+        """Return the power of two that scales numbers up to these to integers, as fine as their sum allows."""
         exponents = (peaks.double().view(torch.int64) >> 52) - 1022  # peak < 2^exponent
         return power_of_two((self._bits - exponents).clamp(max=1000))
 

@@ -1,4 +1,4 @@
-"""Bit fields of any width at any place of a payload, the first bit of a byte its lowest; on the device of the tensors."""
+"""Bit fields of any width at any position of a payload, the lowest bit of a byte first; on the device of the tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 def add_fields(data: Tensor, positions: Tensor, fields: Tensor, *, width: int) -> None:
     """Write fields of up to `width` bits, which overlap no others, at these bits.
 
-    `data`: the bytes, as int32 and two more than there are. Whole numbers are added, in any order.
+    `data`: the bytes, as int32 and two more than there are. Integers are added, in any order.
     """
     first, shifted = positions >> 3, (fields << (positions & 7)).int()
     for byte in range(-(-(width + 7) // 8)):
@@ -21,7 +21,7 @@ def add_fields(data: Tensor, positions: Tensor, fields: Tensor, *, width: int) -
 def read_fields(data: Tensor, positions: Tensor, widths: Tensor | int) -> Tensor:
     """Read fields of up to 16 bits at these bits; what is beyond the bytes reads as 0.
 
-    With the bits before it in its first byte a field touches three bytes at most.
+    Including the bits before it in its first byte, a field touches at most three bytes.
     """
     padded = F.pad(data, (0, 3))
     first = (positions >> 3).clamp_(max=len(data))

@@ -1,22 +1,22 @@
 """blocktopk: the largest numbers of each block, in a few bits, and the gaps between them.
 
     for each block of 4096 numbers (64 x 64 tiles of a matrix, runs of a vector or of a narrow matrix):
-        keep the k of largest magnitude                                 of a smaller block as large a share
+        keep the k of largest magnitude                                 of a smaller block the same fraction
     codes    <- the bin of each kept number, 2^bits bins of equal width over mean +- 3 standard deviations
-    codebook <- the mean of the kept numbers in each bin                of the whole tensor
-    gaps     <- from each kept place to the next one of its block, less one, Rice-coded
+    codebook <- the mean of the kept numbers in each bin                of the tensor
+    gaps     <- from each kept position to the next one of its block, minus one, Rice-coded
 
-Error feedback brings what was not kept later; `decay` multiplies the residual before each use. The published setting is k = 32
+Error feedback sends later what was not kept; `decay` multiplies the residual before each use. The published setting is k = 32
 to 128, 2 bits, decay 0.95.
 
 Payload, in this order: the Rice parameter r in one byte; the codebook in bf16; the codes; the low r bits of every gap; for
-every gap its other bits as so many zeros and a one. r is the one that takes the fewest bits. For K kept numbers of B blocks of
+every gap its other bits in unary, zeros and a one. r is the one that takes the fewest bits. For K kept numbers of B blocks of
 n numbers that is
 
     1 + 2^(bits+1) + ceil(K bits / 8) + ceil(K r / 8) + ceil((K + sum over gaps of gap >> r) / 8)      bytes
 
-and the last sum is at most B (n >> r). `nbytes` is that bound for the best r: 8.0 bits for each place at k = 64, where random
-places take 7.5 and the entropy of random places is 7.4. With `bits` 0 the kept numbers travel in bf16, without a codebook.
+and the last sum is at most B (n >> r). `nbytes` is that bound for the best r: 8.0 bits per position at k = 64, where random
+positions take 7.5 and their entropy is 7.4. With `bits` 0 the kept numbers are sent in bf16, without a codebook.
 
 Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", 2025. Rice and Plaunt, "Adaptive variable-length
 coding for efficient compression of spacecraft television data", 1971.
@@ -41,7 +41,7 @@ from smolcluster.errors import UserError
 
 BLOCK, TILE = 4096, 64
 MAX_BITS = 8
-MAX_RICE = 12  # 4096 numbers have places of 12 bits
+MAX_RICE = 12  # 4096 numbers have positions of 12 bits
 Bits = npt.NDArray[np.uint8]
 Whole = npt.NDArray[Any]
 
@@ -73,7 +73,7 @@ class BlockTopK(Codec):
         return min(blocks.size, math.ceil(self.k * blocks.size / BLOCK))
 
     def head_bytes(self, total: int) -> int:
-        """Return the bytes before the gaps, for so many kept numbers."""
+        """Return the bytes before the gaps, for this many kept numbers."""
         return 1 + (2 * 2**self.bits + -(-total * self.bits // 8) if self.bits else 2 * total)
 
     def _encode(self, source: Tensor, out: Tensor, *, key: int, state: dict[str, Tensor]) -> int:
@@ -113,7 +113,7 @@ class BlockTopK(Codec):
         gaps, used = unrice(data[end:].numpy(), int(data[0]), total, most=blocks.count * blocks.size)
         places = np.cumsum(gaps.reshape(blocks.count, kept) + 1, axis=1) - 1
         if places[:, -1].max() >= blocks.size:
-            raise CodecError(f"a place of it is beyond its block of {blocks.size}")
+            raise CodecError(f"one of its positions is beyond its block of {blocks.size}")
         rows = torch.zeros(blocks.count, blocks.size)
         rows.scatter_(1, torch.from_numpy(places), values.view(blocks.count, kept))
         target.copy_(blocks.joined(rows))
@@ -139,7 +139,7 @@ class Blocks:
 
     @property
     def tiles_across(self) -> int:
-        """Return how many tiles lie side by side."""
+        """Return how many tiles are in a row."""
         return -(-self.shape[1] // TILE) if self.tiled else 1
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -198,10 +198,10 @@ def unrice(data: Bits, r: int, count: int, *, most: int) -> tuple[Whole, int]:
     """Decode `count` gaps. Returns them and the bytes they took. Raises CodecError for invalid bytes."""
     low_bytes = -(-count * r // 8)
     if r > MAX_RICE or len(data) < low_bytes:
-        raise CodecError(f"Rice parameter {r} does not fit {len(data)} bytes of places")
+        raise CodecError(f"Rice parameter {r} does not fit {len(data)} bytes of positions")
     unary = np.unpackbits(data[low_bytes : low_bytes + -(-(count + (most >> r)) // 8)], bitorder="little")
     ones = np.flatnonzero(unary)[:count]
     if len(ones) < count:
-        raise CodecError(f"it has {len(ones)} places where {count} belong")
+        raise CodecError(f"it has {len(ones)} positions, expected {count}")
     high = np.diff(ones, prepend=-1) - 1
     return (high << r) | unpack(data[:low_bytes], r, count), low_bytes + -(-(int(ones[-1]) + 1) // 8)

@@ -4,8 +4,8 @@
     fp16    2 bytes per number    |x - decoded| <= max(2^-11 |x|, 2^-25)     |x| <= 65504
     bf16    2 bytes per number    |x - decoded| <= max(2^-8 |x|, 2^-126)     |x| <= 3.39e38
 
-Rounding is to nearest, ties to even. A number beyond the range is refused, not clipped: a clipped gradient points elsewhere,
-and the caller can use bf16 or drop the step. Below 2^-126 some processors round to zero.
+Rounding is to nearest, ties to even. A number beyond the range is refused, not clipped: clipping changes a gradient's
+direction, and the caller can use bf16 or drop the step. Below 2^-126 some processors round to zero.
 
 Mixed precision: Micikevicius et al., "Mixed precision training", 2018; bf16: Kalamkar et al., "A study of BFLOAT16 for deep
 learning training", 2019.

@@ -29,7 +29,7 @@ class Memory:
     """A sender's state of one tensor."""
 
     residual: Tensor
-    state: dict[str, Tensor] = field(default_factory=dict)  # the codec's own
+    state: dict[str, Tensor] = field(default_factory=dict)  # the codec's
 
 
 class Feedback:

@@ -38,10 +38,10 @@ class Decoded(NamedTuple):
     """Some of the decoded numbers; all others of the buffer are 0."""
 
     values: Tensor
-    places: slice | Tensor  # in the flat buffer, no number twice
+    places: slice | Tensor  # distinct positions in the flat buffer
 
     def add_to(self, flat: Tensor, share: float) -> None:
-        """Add `share` times the values. Multiplied first: a fused operation would round otherwise on other devices."""
+        """Add `share` times the values. Multiplied first: a fused operation would round differently on other devices."""
         scaled = self.values * share
         if isinstance(self.places, slice):
             flat[self.places].add_(scaled)
@@ -110,7 +110,7 @@ class FlatEncoding(ABC):
         return iter([self._one_by_one(data)]) if found is None else found
 
     def _one_by_one(self, data: Tensor) -> Decoded:
-        """Decode each tensor by itself."""
+        """Decode each tensor separately."""
         flat, parts = torch.zeros(self.length), torch.split(data.cpu(), self.sizes)
         for name, part, out in zip(self.names, parts, self.views(flat), strict=True):
             try:
@@ -152,7 +152,7 @@ def piece_of(device: torch.device) -> int:
 
 
 def pieces(flat: Tensor, *, multiple: int = 1, per_element: int = 1) -> Iterator[slice]:
-    """Cut a buffer into pieces whose lengths are multiples of this number, but for the last one.
+    """Cut a buffer into pieces whose lengths are multiples of this number, except the last one.
 
     `per_element`: how many numbers an element of the buffer has.
     """

@@ -1,7 +1,7 @@
 """blocktopk of many tensors together. Method and format: `block_topk.py`.
 
 One top-k for all blocks of one size. Then every kept number is an *element* of one list, tensor by tensor, and the rest is done
-for all elements at once: bins, gaps, and the place of each element's bits in the payload.
+for all elements at once: bins, gaps, and the position of each element's bits in the payload.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from smolcluster.comm.codecs.bits import add_fields, ones_of, read_fields
 from smolcluster.comm.codecs.block_topk import BLOCK, MAX_RICE, TILE, Blocks, BlockTopK
 from smolcluster.comm.codecs.flat import Decoded, FlatEncoding, piece_of
 
-MOST = 2**27  # numbers in one batch, which bounds the memory for elements
+BATCH_NUMBERS = 2**27  # numbers in one batch, which bounds the memory for elements
 
 
 class FlatBlocks(FlatEncoding):
     codec: BlockTopK
 
     def _place(self) -> tuple[list[int], int]:
-        """Cut the tensors into batches. After each is one number more, where what belongs to padding is written."""
+        """Cut the tensors into batches. After each is one spare number, which values of padding are written to."""
         batches: list[list[int]] = [[]]
         for index, count in enumerate(self._counts):
-            if batches[-1] and sum(self._counts[i] for i in batches[-1]) + count > MOST:
+            if batches[-1] and sum(self._counts[i] for i in batches[-1]) + count > BATCH_NUMBERS:
                 batches.append([])
             batches[-1].append(index)
         self._batches: list[BlockBatch] = []
@@ -159,7 +159,7 @@ class BlockBatch:
         return places, values, highest.view(torch.float32)
 
     def _runs(self, most: int) -> Iterator[list[int]]:
-        """Tensors with blocks of one size, of at most so many numbers together or one tensor."""
+        """Tensors with blocks of one size: one tensor, or several with at most this many numbers together."""
         run: list[int] = []
         numel = 0
         for i, blocks in enumerate(self._blocks):
@@ -284,12 +284,12 @@ class BlockBatch:
 
 
 def rice_parameters(gaps: Tensor, tensors: Segments) -> Tensor:
-    """Return for each tensor the parameter that takes the fewest bytes; among equals the lowest."""
+    """Return for each tensor the parameter that takes the fewest bytes; the lowest of equal ones."""
     counts = torch.zeros(len(tensors) * BLOCK, dtype=torch.int32, device=gaps.device)
     counts.index_add_(0, tensors.of * BLOCK + gaps, torch.ones_like(gaps, dtype=torch.int32))
     r = torch.arange(MAX_RICE + 1, device=gaps.device)
     high = torch.arange(BLOCK, device=gaps.device)[:, None] >> r
-    sums = (counts.view(-1, BLOCK).double() @ high.double()).long()  # exact: whole numbers below 2^53
+    sums = (counts.view(-1, BLOCK).double() @ high.double()).long()  # exact: integers below 2^53
     total = tensors.counts[:, None]
     nbytes = (total * r + 7) // 8 + (total + sums + 7) // 8
     return (nbytes * (MAX_RICE + 1) + r).argmin(dim=1)

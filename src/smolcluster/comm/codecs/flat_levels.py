@@ -14,14 +14,14 @@ from smolcluster.comm.codecs.levels import Int4, Int8
 
 
 class FlatLevels(FlatEncoding):
-    """Tensors begin at whole blocks, and at whole bytes of two levels: blocks are the rows of one matrix."""
+    """Tensors begin at block boundaries, and at byte boundaries of two levels: blocks are the rows of one matrix."""
 
     codec: Int8 | Int4
 
     def __init__(self, codec: Int8 | Int4, layout: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         if codec.unbiased:
             raise ValueError(f"codec {codec.name} draws numbers for each tensor if it is unbiased")
-        self._per_byte = 2 if codec.most < 8 else 1
+        self._per_byte = 2 if codec.max_level < 8 else 1
         self.align = math.lcm(codec.block, self._per_byte)
         super().__init__(codec, layout)
         self._num_scales = [-(-count // codec.block) for count in self._counts]
@@ -36,7 +36,7 @@ class FlatLevels(FlatEncoding):
             blocks = flat[piece].view(-1, self.codec.block)
             scale = torch.maximum(blocks.amax(dim=1), -blocks.amin(dim=1)).add_(0.0)
             scales[piece.start // self.codec.block : piece.stop // self.codec.block] = scale
-            level = (blocks / torch.where(scale > 0, scale, 1.0)[:, None]).mul_(self.codec.most).round_().view(-1)
+            level = (blocks / torch.where(scale > 0, scale, 1.0)[:, None]).mul_(self.codec.max_level).round_().view(-1)
             levels[piece.start // self._per_byte : piece.stop // self._per_byte] = self.codec.pack(level)
         parts = []
         for offset, num_scales, num_bytes in zip(self.offsets, self._num_scales, self._num_bytes, strict=True):
@@ -62,7 +62,7 @@ class FlatLevels(FlatEncoding):
     def _parts(self, scales: Tensor, levels: Tensor) -> Iterator[Decoded]:
         for piece in pieces(levels, multiple=self.align, per_element=self._per_byte):
             level = self.codec.unpack(levels[piece.start // self._per_byte : piece.stop // self._per_byte])
-            blocks = level.float().mul_(1 / self.codec.most).view(-1, self.codec.block)
+            blocks = level.float().mul_(1 / self.codec.max_level).view(-1, self.codec.block)
             scale = scales[piece.start // self.codec.block : piece.stop // self.codec.block]
             yield Decoded(blocks.mul_(scale[:, None]).view(-1), piece)
 
@@ -75,7 +75,7 @@ class FlatLevels(FlatEncoding):
         return torch.cat(padded)
 
     def _beyond(self, data: Tensor) -> Tensor:
-        """Whether a level is beyond the highest one: only the lowest number of the type is."""
+        """Return whether a level is beyond the highest one: only the lowest number of the type is."""
         lowest = []
         for piece in pieces(data):
             part = data[piece]

@@ -35,7 +35,7 @@ from smolcluster.comm.codecs.base import Codec, CodecError, check_count, numbers
 
 @dataclass(frozen=True)
 class _Levels(Codec):
-    most: ClassVar[int]  # the highest level
+    max_level: ClassVar[int]
     block: int
     unbiased: bool = False
 
@@ -53,7 +53,7 @@ class _Levels(Codec):
             torch.maximum(blocks.amax(dim=1, keepdim=True), -blocks.amin(dim=1, keepdim=True), out=scale)
             scale.add_(0.0)  # the sign of zero depends on the processor
             # First the ratio, then m times that: m / scale would overflow for the smallest scales.
-            torch.div(blocks, torch.where(scale > 0, scale, 1.0), out=level).mul_(self.most)
+            torch.div(blocks, torch.where(scale > 0, scale, 1.0), out=level).mul_(self.max_level)
         if self.unbiased:
             levels.add_(_draws(key, flat.numel())).floor_()
         else:
@@ -64,11 +64,13 @@ class _Levels(Codec):
     def _decode(self, data: Tensor, target: Tensor) -> None:
         size = 4 * self._num_blocks(target.numel())
         scales, levels = numbers(data[:size], torch.float32), self.unpack(data[size:])[: target.numel()]
-        if levels.min() < -self.most or levels.max() > self.most or not bool((scales >= 0).all()):
-            raise CodecError(f"a level beyond {self.most}, or a scale that is negative or NaN: not made by {self.name}")
+        if levels.min() < -self.max_level or levels.max() > self.max_level or not bool((scales >= 0).all()):
+            raise CodecError(
+                f"a level beyond {self.max_level}, or a scale that is negative or NaN: not made by {self.name}"
+            )
         flat = target.view(-1)
         # m times the float32 nearest to 1/m is exactly 1: the largest magnitude of a block comes back as it was.
-        flat.copy_(levels).mul_(1 / self.most)
+        flat.copy_(levels).mul_(1 / self.max_level)
         for blocks, scale, _ in self._cut(flat, scales, flat):
             blocks.mul_(scale)
 
@@ -84,7 +86,7 @@ class _Levels(Codec):
         return -(-count // self.block)
 
     def _cut(self, flat: Tensor, scales: Tensor, levels: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """All whole blocks as the rows of a matrix, each with its scale, and the shorter last block as another."""
+        """All complete blocks as the rows of a matrix, each with its scale, and the shorter last block as another."""
         whole, rest = divmod(flat.numel(), self.block)
         end = whole * self.block
         parts = []
@@ -99,7 +101,7 @@ class _Levels(Codec):
 @dataclass(frozen=True)
 class Int8(_Levels):
     name = "int8"
-    most = 127
+    max_level = 127
     block: int = 1024
 
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -116,7 +118,7 @@ class Int8(_Levels):
 @dataclass(frozen=True)
 class Int4(_Levels):
     name = "int4"
-    most = 7
+    max_level = 7
     block: int = 256
 
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -135,8 +137,8 @@ class Int4(_Levels):
 def _draws(key: int, count: int) -> Tensor:
     """Random numbers between 0 and 1, all of them odd multiples of 2^-17.
 
-    Next to a level of up to 127 float32 holds these exactly, so a level that is whole stays as it is. The chance to round up
-    is off by at most 2^-17: less than float32 itself rounds.
+    Next to a level of up to 127 float32 holds these exactly, so a level that is an integer stays as it is. The chance to round
+    up is off by at most 2^-17: less than the rounding of float32.
     """
     words = torch.from_numpy(random_words(key, -(-count // 4)).view(np.int16)[:count])
     return words.float().mul_(2**-16).add_(0.5 + 2**-17)

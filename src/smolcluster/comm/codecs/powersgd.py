@@ -6,12 +6,12 @@
     decoded = P Q^T                       which is P P^T M: M projected on the space that P spans
 
 Bytes for an a x b matrix:   2 r (a + b), with r = min(rank, a, b); twice that with `values` fp32
-Tensors of fewer than 2 dims, and those that this would not make smaller, go as fp32.
+Tensors of fewer than 2 dims, and those that this would not make smaller, are sent as fp32.
 
-A projection takes away: |M - decoded| <= |M|, and a matrix of rank <= r comes back; both up to the rounding of P and Q, for
-bf16 about (1 + sqrt(r)) 2^-8 |M|. What is left out, rounding included, needs error feedback, and Q must be kept from step to
-step (`state["q"]`) for the iteration to converge; without a state every step begins with a random Q. Magnitudes up to 2^100,
-so that sums over rows and columns stay finite.
+The error of a projection is bounded: |M - decoded| <= |M|, and a matrix of rank <= r comes back; both up to the rounding of P
+and Q, for bf16 about (1 + sqrt(r)) 2^-8 |M|. What is left out, rounding included, needs error feedback, and Q must be kept from
+step to step (`state["q"]`) for the iteration to converge; without a state every step begins with a random Q. Magnitudes up to
+2^100, so that sums over rows and columns stay finite.
 
 Decoding multiplies matrices, so machines of different kinds may get results that differ in the last bits. Every other codec
 decodes to the same bits everywhere.
@@ -56,7 +56,7 @@ class PowerSGD(Codec):
             store(source, out, dtype=torch.float32)
             return
         matrix = source.view(source.shape[0], -1)
-        # Householder's QR gives an orthonormal basis whatever it is given, a zero matrix included.
+        # Householder's QR gives an orthonormal basis for any input, a zero matrix included.
         p = torch.linalg.qr(matrix @ _start(state.get("q"), matrix.shape[1], rank, key=key)).Q
         q = matrix.T @ p
         split = p.numel() * self._dtype.itemsize
@@ -78,7 +78,7 @@ class PowerSGD(Codec):
         return VALUES[self.values]
 
     def _rank(self, shape: Sequence[int]) -> int:
-        """Columns of P and Q for this shape; 0 where the tensor goes as fp32."""
+        """Columns of P and Q for this shape; 0 where the tensor is sent as fp32."""
         if len(shape) < 2:
             return 0
         rows, columns = shape[0], math.prod(shape[1:])
@@ -89,7 +89,7 @@ class PowerSGD(Codec):
 def _start(q: Tensor | None, columns: int, rank: int, *, key: int) -> Tensor:
     """The Q to begin with: that of the last step, its columns scaled to magnitude 1 so that products stay in range.
 
-    A column of zeros would stay zero for ever: it is drawn again, as all of Q is if its shape differs.
+    A column of zeros would stay zero: it is drawn again, as is all of Q if its shape differs.
     """
     kept = q if q is not None and q.shape == (columns, rank) else torch.zeros(columns, rank)
     peak = kept.abs().amax(dim=0)

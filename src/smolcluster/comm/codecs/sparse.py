@@ -1,6 +1,6 @@
-"""topk and randk: a few of a tensor's numbers, and where they belong.
+"""topk and randk: a few of a tensor's numbers, and their positions.
 
-Both keep k = max(1, ceil(fraction n)) of n numbers; the others decode to zero, and error feedback brings them later.
+Both keep k = max(1, ceil(fraction n)) of n numbers; the others decode to zero, and error feedback sends them later.
 
 topk keeps those of largest magnitude (among equals, the first):   |x - decoded|^2 <= (1 - k/n) |x|^2.
 randk keeps one of each of k stretches as equal as can be, drawn from the key:   E|x - decoded|^2 <= (1 - 1/ceil(n/k)) |x|^2.
@@ -8,7 +8,7 @@ randk keeps one of each of k stretches as equal as can be, drawn from the key:  
     With `unbiased`, a kept number is multiplied by the length of its stretch: the expected decoded tensor is the tensor,
     no feedback is needed, and noise is about (n/k - 1) |x|^2. The receiver draws the same places from the same key.
 
-Both bounds hold for kept numbers stored as fp32. bf16 and fp16 add their rounding, which feedback also brings later: topk,
+Both bounds hold for kept numbers stored as fp32. bf16 and fp16 add their rounding, which feedback also corrects later: topk,
 which always has it, stores bf16 by default; randk may be unbiased, which rounding would undo, and stores fp32.
 
 Payload of topk: the kept numbers in order of place, then the places. A place is written as its low bytes, and the rest as a
@@ -158,12 +158,12 @@ def unpack_places(data: npt.NDArray[np.uint8], kept: int, count: int) -> Places:
     split = kept * low_bytes
     ones = np.flatnonzero(np.unpackbits(data[split:], bitorder="little"))
     if len(ones) != kept:
-        raise CodecError(f"it has {len(ones)} places where {kept} belong")
+        raise CodecError(f"it has {len(ones)} positions, expected {kept}")
     low = np.zeros((kept, 8), dtype=np.uint8)
     low[:, :low_bytes] = data[:split].reshape(kept, low_bytes)
     places: Places = low.view("<i8").ravel() + ((ones - np.arange(kept, dtype=np.int64)) << 8 * low_bytes)
     if places[-1] >= count or bool((np.diff(places) <= 0).any()):
-        raise CodecError(f"its places are not increasing, or not below {count}")
+        raise CodecError(f"its positions are not increasing, or not below {count}")
     return places
 
 

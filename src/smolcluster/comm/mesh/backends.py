@@ -45,7 +45,7 @@ def gpu_for_nccl(device: torch.device) -> str | None:
 def agree(requests: Sequence[BackendRequest]) -> str:
     """Return the backend for these ranks' requests, the same (or the same error) on every rank.
 
-    A backend requested by one rank holds for all. Otherwise NCCL if each rank has a GPU of its own, all of one kind; else gloo.
+    A backend requested by one rank holds for all. Otherwise NCCL if each rank has a separate GPU, all of one kind; else gloo.
     """
     for rank, request in enumerate(requests):
         first = next((r for r in range(rank) if requests[r].named not in (None, request.named)), None)

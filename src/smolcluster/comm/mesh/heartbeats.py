@@ -4,7 +4,7 @@
     server -> members    VIEW: the fields of all members, whenever they change
 
 Links, heartbeats, authentication and limits are those of the elastic plane's transport (transport/tcp.py). When a process
-dies its connection closes and the others know at once. When its machine or network is lost, it times out after `silent_s`.
+dies its connection closes and the others detect it at once. When its machine or network is lost, it times out after `silent_s`.
 
 The mesh plane uses it twice: between the launchers of `train --elastic` (launch/restart/rendezvous.py), with the cluster
 token, and between ranks without a launcher (liveness.py), with a secret of that run.
@@ -25,7 +25,7 @@ from typing import Any
 
 from smolcluster.comm.addresses import split_address
 from smolcluster.comm.elastic.transport.api import Handler, Link
-from smolcluster.comm.elastic.transport.frames import META_BYTES, encode_meta, shared
+from smolcluster.comm.elastic.transport.frames import META_BYTES, encode_meta, with_encoded_meta
 from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
 from smolcluster.comm.elastic.transport.security import Keyring
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
@@ -139,7 +139,7 @@ class MembershipServer(Handler):
             member.is_stale, member.is_sending = False, True
             if not self._news.encoded:  # encode once for all members
                 self._news.meta = {part: getattr(self._view, part) for part in Membership.__slots__}
-                shared(self._news)
+                with_encoded_meta(self._news)
             link.send(replace(self._news, channel=member.number), sent=functools.partial(self._sent, link, member))
 
     def _sent(self, link: Link, member: _Member, _: bool) -> None:
@@ -156,7 +156,7 @@ class _Member:
 
 
 class MembershipClient(Handler):
-    """One member. Dials until the server answers; does not reconnect after a loss.
+    """One member. Dials until the server accepts; does not reconnect after a loss.
 
     `on_change` is called after every change of the view, on the transport's thread, and must not block.
     """

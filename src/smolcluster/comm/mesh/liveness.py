@@ -1,7 +1,7 @@
 """Failure detection between ranks that have no launcher: name the lost rank, and end the others soon.
 
-A backend sees a closed connection but not whose it was; for a machine that is cut off it waits for minutes. So every rank is
-a member of a heartbeat roster (heartbeats.py) that rank 0 serves. A dead rank is detected at once, one that is cut off
+A backend detects a closed connection but does not name the rank; for a machine that is cut off it waits for minutes. So every
+rank is a member of a heartbeat roster (heartbeats.py) that rank 0 serves. A dead rank is detected at once, one that is cut off
 after SILENT_S. A rank that is then still blocked in a backend is ended after GRACE_S.
 """
 
@@ -22,7 +22,7 @@ from smolcluster.comm.mesh.heartbeats import (
 from smolcluster.errors import UserError
 
 SILENT_S = 30.0  # longer than any pause of a rank's own threads
-GRACE_S = 1.5  # for the backend to raise by itself, so that the rank can shut down properly
+GRACE_S = 1.5  # for the backend to raise first, so that the rank can shut down properly
 GATHER_S = 20.0
 
 
@@ -32,7 +32,7 @@ class LivenessMonitor:
     def __init__(self, group: Group, host: str, *, name: str, on_lost: Callable[[str], None]) -> None:
         """Every rank of the group calls this. `host`: the address of rank 0; `name`: of this rank's machine.
 
-        Raises OSError if rank 0 cannot listen there or does not answer.
+        Raises OSError if rank 0 cannot listen there or does not respond.
         """
         self._host, self._on_lost = host, on_lost
         self._ended = threading.Lock()  # held by what ends the process: the rank itself or this monitor
@@ -53,7 +53,7 @@ class LivenessMonitor:
         self._client = MembershipClient(address, fields, silent_s=SILENT_S, secret=bytes.fromhex(key))
         if not self._client.wait(lambda: self._client.number >= 0, timeout_s=GATHER_S):
             self.leave()
-            raise OSError(f"no answer from {address}: {self._client.refusal or self._client.problem}")
+            raise OSError(f"no response from {address}: {self._client.refusal or self._client.problem}")
         self._client.on_change = self._on_view_change
         self._client.wait(lambda: len(_ranks(self._client.view)) == group.size, timeout_s=GATHER_S)
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from smolcluster.comm.addresses import is_address, is_loopback, reach
+from smolcluster.comm.addresses import connect_tcp, is_address, is_loopback
 from smolcluster.comm.group import Group, PeerLost
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.mesh.backends import BackendRequest, agree, gpu_for_nccl
@@ -114,7 +114,7 @@ def connect(
             timeout=datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S),
             device_id=device if backend == "nccl" else None,
         )
-    except RuntimeError as error:  # DistError and its kin are RuntimeErrors
+    except RuntimeError as error:  # DistError and its subclasses are RuntimeErrors
         raise PeerLost(f"the ranks could not connect to each other: {str(error).splitlines()[0]}") from error
     world = dist.group.WORLD
     assert world is not None
@@ -126,7 +126,7 @@ def _wait_for_rank_0(place: RankPlace, stop_requested: Callable[[], bool]) -> No
     began, warned = time.monotonic(), False
     while True:
         _leave_if(stop_requested)
-        with contextlib.suppress(OSError), reach(place.master_addr, place.master_port, timeout_s=5.0):
+        with contextlib.suppress(OSError), connect_tcp(place.master_addr, place.master_port, timeout_s=5.0):
             return
         waited = time.monotonic() - began
         if waited > place.join_timeout_s:
@@ -232,7 +232,7 @@ def _wait_for_all(store: Store, place: RankPlace, me: Signature, stop_requested:
             if signed[place.rank] != me:
                 raise UserError(
                     f"rank {place.rank} was started twice: another process, on {signed[place.rank].host}, has that rank; "
-                    "give every process a --rank of its own"
+                    "give every process a different --rank"
                 )
             return signed
         store.set(_MISSING, "")  # ranks that join later need not wait for the timeout

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.comm.group import Done, Group, PeerLost, Traffic, Work
-from smolcluster.comm.mesh.scatter_sum import Summed, scatter_sum
+from smolcluster.comm.kv_store import KeyValueStore
+from smolcluster.comm.mesh.reduce_scatter import PendingSum, start_reduce_scatter
 from smolcluster.comm.mesh.volume import Exchange, moved
-from smolcluster.comm.notes import Notes
 
 
 class _TorchWork:
     """Turns a backend's error into `PeerLost`. After one the group must not be used."""
 
-    def __init__(self, work: dist.Work | Summed) -> None:
+    def __init__(self, work: dist.Work | PendingSum) -> None:
         self._work = work
 
     @property
@@ -38,7 +38,7 @@ class _TorchWork:
 
 
 class _GlooMessage(_TorchWork):
-    """Each `wait` of gloo takes one completion: a second one would wait for ever."""
+    """Each `wait` of gloo takes one completion: a second one would hang."""
 
     _waited = False
 
@@ -76,7 +76,7 @@ class TorchGroup(Group):
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         if self.backend == "gloo":
             self._count("all_to_all", tensor.nbytes)
-            return self._start(lambda: scatter_sum(output, tensor, self._group))
+            return self._start(lambda: start_reduce_scatter(output, tensor, self._group))
         self._count("reduce_scatter", tensor.nbytes)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._start(lambda: reduce_scatter(output, tensor, group=self._group, async_op=True))
@@ -108,22 +108,22 @@ class TorchGroup(Group):
         part.traffic = self.traffic  # counted in the process's total
         return part
 
-    def notes(self, name: str) -> Notes | None:
-        return None if self._met_at is None else Notes(*self._met_at, name=name)
+    def kv_store(self, name: str) -> KeyValueStore | None:
+        return None if self._met_at is None else KeyValueStore(*self._met_at, name=name)
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def _count(self, kind: Exchange, whole_bytes: int, *, root: int = 0) -> None:
+    def _count(self, kind: Exchange, full_bytes: int, *, root: int = 0) -> None:
         sizes = {"rank": self.rank, "size": self.size, "root": root}
-        self.traffic.add(*moved(kind, whole_bytes, backend=self.backend, **sizes))
+        self.traffic.add(*moved(kind, full_bytes, backend=self.backend, **sizes))
 
     def _message(self, operation: Callable[[], dist.Work | None]) -> Work:
         return self._start(operation, kind=_GlooMessage if self.backend == "gloo" else _TorchWork)
 
     def _start(
-        self, operation: Callable[[], dist.Work | Summed | None], *, kind: type[_TorchWork] = _TorchWork
+        self, operation: Callable[[], dist.Work | PendingSum | None], *, kind: type[_TorchWork] = _TorchWork
     ) -> Work:
         try:
             work = operation()
@@ -140,5 +140,5 @@ def lost_peer(error: BaseException) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the message without the source path before it and the guesses and stack trace behind."""
+    """Return the message without the source path before it and the guesses and stack trace after it."""
     return re.sub(r"^\[\S*:\d+\] |\. This is typically caused by.*$", "", str(error).strip().split("\n")[0])

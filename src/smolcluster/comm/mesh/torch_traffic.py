@@ -25,7 +25,7 @@ from smolcluster.comm.mesh.volume import Exchange, moved
 
 log = logging.getLogger(__name__)
 
-# Name of torch's operation -> the collective, and the index of the argument with the whole tensor.
+# Name of torch's operation -> the collective, and the index of the argument with the full tensor.
 _EXCHANGES: dict[str, tuple[Exchange, int]] = {
     "all_reduce": ("all_reduce", 0),
     "all_reduce_": ("all_reduce", 0),
@@ -54,7 +54,7 @@ _EXCHANGES: dict[str, tuple[Exchange, int]] = {
     "scatter_": ("scatter", 0),
     "gather_": ("gather", 1),
 }
-_GIVES_A_PART = {"all_gather", "scatter", "gather"}  # their argument is one rank's part
+_TAKES_ONE_PART = {"all_gather", "scatter", "gather"}  # their argument is one rank's part
 _SILENT = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "check_for_nan"}
 
 
@@ -88,7 +88,7 @@ class TrafficCounter(TorchDispatchMode):
             kind, index = _EXCHANGES[name]
             group = _group(args)
             size, whole = group.size(), _nbytes(args[index])
-            whole = whole * size if kind in _GIVES_A_PART else whole
+            whole = whole * size if kind in _TAKES_ONE_PART else whole
             root = _root(args) if kind in ("broadcast", "scatter", "gather") else 0
             backend = dist.get_backend(group)
             self.seen.add(*moved(kind, whole, rank=group.rank(), size=size, backend=backend, root=root))

@@ -1,16 +1,16 @@
 """Bytes that one rank sends and receives in a collective, by its backend's algorithm. Pure arithmetic.
 
-For N ranks, S bytes of the whole and s bytes of one rank's part, sent and received each:
+For N ranks, S bytes of the full tensor and s bytes of one rank's chunk, sent and received each:
 
                      ring: nccl, mpi     gloo
     all_reduce       2 (N-1)/N S         the same
-    reduce_scatter   (N-1)/N S           2 (N-1)/N S     torch all-reduces and keeps a part
+    reduce_scatter   (N-1)/N S           2 (N-1)/N S     torch all-reduces and keeps a chunk
     all_gather       (N-1) s             the same
     all_to_all       (N-1)/N S           the same
     broadcast        S once              S to each child of a binomial tree, S from the parent
-    scatter, gather  all parts but its own at the root, s at the others
+    scatter, gather  (N-1) s at the root, s at the others
 
-So over gloo `scatter_sum.py` implements reduce_scatter as an all_to_all and a sum, with half the bytes. Tests compare the
+So over gloo `reduce_scatter.py` implements reduce_scatter as an all_to_all and a sum, with half the bytes. Tests compare the
 table with the kernel's counters.
 """
 
@@ -22,9 +22,9 @@ Exchange = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "
 Moved = tuple[int, int]  # sent, received
 
 
-def moved(kind: Exchange, whole_bytes: int, *, rank: int, size: int, backend: str, root: int = 0) -> Moved:
-    """Return bytes sent and received. `whole_bytes` is S: all parts together for gathers, else one rank's input."""
-    others = (size - 1) * whole_bytes // size
+def moved(kind: Exchange, full_bytes: int, *, rank: int, size: int, backend: str, root: int = 0) -> Moved:
+    """Return bytes sent and received. `full_bytes` is S: the gathered tensor for gathers, else one rank's input."""
+    others = (size - 1) * full_bytes // size
     match kind:
         case "all_reduce":
             return 2 * others, 2 * others
@@ -34,11 +34,11 @@ def moved(kind: Exchange, whole_bytes: int, *, rank: int, size: int, backend: st
             return others, others
         case "broadcast":
             copies = num_children((rank - root) % size, size) if backend == "gloo" else int(rank == root)
-            return copies * whole_bytes, 0 if rank == root else whole_bytes
+            return copies * full_bytes, 0 if rank == root else full_bytes
         case "scatter":
-            return (others, 0) if rank == root else (0, whole_bytes // size)
+            return (others, 0) if rank == root else (0, full_bytes // size)
         case "gather":
-            return (0, others) if rank == root else (whole_bytes // size, 0)
+            return (0, others) if rank == root else (full_bytes // size, 0)
 
 
 def num_children(place: int, size: int) -> int:

@@ -4,7 +4,7 @@
     others    write their parts into it, each flushed to the disk, and post sizes and hashes
     lead      writes the manifest with all of them, renames the folder, posts the outcome
 
-Only key-value notes are exchanged (`comm/notes.py`), no tensors. All ranks must share the folder (`is_shared`). If one rank
+Only keys and values are exchanged (`comm/kv_store.py`), no tensors. All ranks must share the folder (`is_shared`). If one rank
 cannot write, the checkpoint is dropped: earlier ones stay as they are, and training continues.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.comm.group import Group, PeerLost, gather_json
-from smolcluster.comm.notes import Notes
+from smolcluster.comm.kv_store import KeyValueStore
 from smolcluster.durable_files import TEMPORARY, Files
 from smolcluster.engine.checkpoint.snapshot import Encoded, Layout, Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
@@ -29,11 +29,11 @@ ABORT_TIMEOUT_S = 60.0  # wait for the other ranks before a failed folder is rem
 class LeadStore:
     """Save together with the other ranks. Only rank 0 has one."""
 
-    def __init__(self, store: CheckpointStore, notes: Notes, *, size: int) -> None:
-        self._store, self._notes, self._size = store, notes, size
+    def __init__(self, store: CheckpointStore, kv_store: KeyValueStore, *, size: int) -> None:
+        self._store, self._kv_store, self._size = store, kv_store, size
         self._begun = False
         self._writing: set[int] = set()  # ranks that have not posted their part
-        self._posted: list[int] = []  # steps whose notes are not removed yet
+        self._posted: list[int] = []  # steps whose keys are not deleted yet
 
     def save(self, snapshot: Snapshot, *, best: bool = False) -> Path:
         step, self._begun, problem = snapshot.step, False, ""
@@ -45,8 +45,8 @@ class LeadStore:
         finally:
             with contextlib.suppress(PeerLost):
                 if not self._begun:  # it existed already, or the folder could not be made
-                    self._notes.post(f"{step}/folder", None)
-                self._notes.post(f"{step}/end", problem)
+                    self._kv_store.set(f"{step}/folder", None)
+                self._kv_store.set(f"{step}/end", problem)
             self._posted.append(step)
 
     def size_bytes(self, path: Path) -> int:
@@ -55,7 +55,7 @@ class LeadStore:
     def begin(self, step: int, folder: str) -> None:
         self._begun = True
         self._writing = set(range(1, self._size))
-        self._notes.post(f"{step}/folder", folder)
+        self._kv_store.set(f"{step}/folder", folder)
 
     def collect(self, step: int) -> tuple[dict[str, Any], Layout]:
         entries: dict[str, Any] = {}
@@ -71,9 +71,9 @@ class LeadStore:
             for kind, shapes in note["wholes"].items():
                 full_shapes.setdefault(kind, {}).update(shapes)
         with contextlib.suppress(PeerLost):
-            for earlier in self._posted:  # ranks that have written this part have read those notes
-                self._notes.remove(f"{earlier}/folder")
-                self._notes.remove(f"{earlier}/end")
+            for earlier in self._posted:  # ranks that have written this part have read those keys
+                self._kv_store.delete(f"{earlier}/folder")
+                self._kv_store.delete(f"{earlier}/end")
         self._posted.clear()
         return entries, full_shapes
 
@@ -83,8 +83,8 @@ class LeadStore:
                 self._take_note(step, rank, timeout_s=ABORT_TIMEOUT_S)
 
     def _take_note(self, step: int, rank: int, *, timeout_s: float) -> Any:
-        note = self._notes.read(f"{step}/{rank}", timeout_s=timeout_s)
-        self._notes.remove(f"{step}/{rank}")
+        note = self._kv_store.get(f"{step}/{rank}", timeout_s=timeout_s)
+        self._kv_store.delete(f"{step}/{rank}")
         self._writing.discard(rank)
         return note
 
@@ -92,17 +92,17 @@ class LeadStore:
 class PartStore:
     """Save the part of a rank that is not the lead. The lead reports errors."""
 
-    def __init__(self, folder: Path, notes: Notes, *, rank: int, files: Files | None = None) -> None:
-        self._folder, self._notes, self._rank = folder, notes, rank
+    def __init__(self, folder: Path, kv_store: KeyValueStore, *, rank: int, files: Files | None = None) -> None:
+        self._folder, self._kv_store, self._rank = folder, kv_store, rank
         self._files = files or Files()
         self._written = 0
 
     def save(self, snapshot: Snapshot, *, best: bool = False) -> Path:
         step = snapshot.step
-        name = self._notes.read(f"{step}/folder", timeout_s=WRITE_TIMEOUT_S)
+        name = self._kv_store.get(f"{step}/folder", timeout_s=WRITE_TIMEOUT_S)
         if name is not None:
-            self._notes.post(f"{step}/{self._rank}", self._write(snapshot, name, best=best))
-        problem = self._notes.read(f"{step}/end", timeout_s=WRITE_TIMEOUT_S)
+            self._kv_store.set(f"{step}/{self._rank}", self._write(snapshot, name, best=best))
+        problem = self._kv_store.get(f"{step}/end", timeout_s=WRITE_TIMEOUT_S)
         if problem:
             raise OSError(problem)
         return self._folder

@@ -25,7 +25,7 @@ from pathlib import Path
 from smolcluster.durable_files import (
     TEMPORARY,
     Files,
-    atomic_write_text,
+    durable_write_text,
     ensure_folder,
     temporary_name,
 )
@@ -138,7 +138,7 @@ class CheckpointStore:
 
     def _point(self, pointer: str, name: str) -> None:
         if self._target(pointer) != name:
-            atomic_write_text(self.folder / pointer, f"{name}\n", files=self._files)
+            durable_write_text(self.folder / pointer, f"{name}\n", files=self._files)
 
     def _prune(self, saved: str) -> None:
         """Remove all but the last `keep` and the best. Failures cost only space, so they are logged."""

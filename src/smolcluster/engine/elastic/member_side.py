@@ -29,7 +29,7 @@ class MemberSide:
         self._epoch = 0  # of the last WELCOME
         self.replica.led = True
         state_bytes = sum(t.nbytes for t in self.replica.weights().values())
-        self._link.allow(Kind.STATE, most_bytes=8 * state_bytes + 2**20)
+        self._link.allow(Kind.STATE, max_bytes=8 * state_bytes + 2**20)
 
     @property
     def _link(self) -> ServerLink:

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.collectives.group import ElasticGroup
 from smolcluster.comm.elastic.collectives.peers import Peers
-from smolcluster.comm.elastic.membership.proofs import read_keys
+from smolcluster.comm.elastic.membership.pairwise_keys import parse_keys
 from smolcluster.comm.elastic.membership.received_state import SLICE_BYTES
 from smolcluster.comm.elastic.membership.server_link import Lease
 from smolcluster.comm.elastic.transport.messages import Kind, Message
@@ -77,7 +77,7 @@ class ElasticRounds(Rounds, MemberSide):
         )
         self._keys: dict[str, bytes] = {}  # of the other members, by instance
         self._group: ElasticGroup | None = None
-        self._address = self._peers.listen(self._link.own_host, 0)
+        self._address = self._peers.listen(self._link.local_address, 0)
         self._peers.on_lost = lambda member, reason: self._suspect(member.rank, reason)
         self._peers.on_waiting = self._report_waiting
         self._reported_waiting = 0.0
@@ -159,7 +159,7 @@ class ElasticRounds(Rounds, MemberSide):
 
     def _contributed(self, mine: Contribution, started: float) -> None:
         assert mine.loss is not None
-        mine.said_loss = float(mine.loss)  # waits for the GPU
+        mine.host_loss = float(mine.loss)  # waits for the GPU
         mine.compute_s += time.perf_counter() - started
         self._announce(mine)
 
@@ -214,7 +214,7 @@ class ElasticRounds(Rounds, MemberSide):
         mine /= flight.weight or 1.0
         flight.reported = True
         # As text: JSON has no NaN, and all must parse the same number.
-        meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.said_loss)}
+        meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.host_loss)}
         meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s, "weight": flight.weight}
         meta |= {"scale": flight.scale, "samples": flight.samples}
         if flight.local is not None:
@@ -226,7 +226,7 @@ class ElasticRounds(Rounds, MemberSide):
         super()._handle(message)
         match message.kind:
             case Kind.MEMBER:
-                self._keys |= read_keys(message.meta["keys"])
+                self._keys |= parse_keys(message.meta["keys"])
             case Kind.VIEW:
                 self._regroup(message)
                 self._use_scale(message)  # a donated state carries the donor's scale
@@ -272,7 +272,7 @@ class ElasticRounds(Rounds, MemberSide):
             for number, share in self.combination.shares(flight.slot).items()
             for piece in _slices(share)
         ]
-        self._link.send_beside([*pieces, message(meta={"share": "last"})])
+        self._link.send_bulk([*pieces, message(meta={"share": "last"})])
 
     def _follow(self, message: Message) -> None:
         """Apply a committed round of the others, as a follower."""
@@ -430,7 +430,7 @@ class ElasticRounds(Rounds, MemberSide):
             for piece in _slices(tensor)
         ]
         last = message(meta={"last": True, "numbers": state.numbers})  # sent also by members that own nothing
-        self._link.send_beside([*pieces, last])
+        self._link.send_bulk([*pieces, last])
 
     def _suspect(self, rank: int, reason: str) -> None:
         self._link.send(Kind.SUSPECT, epoch=self._epoch, meta={"rank": rank, "reason": reason})

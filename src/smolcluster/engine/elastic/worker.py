@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from smolcluster.comm.elastic.membership.link_probe import bytes_asked
+from smolcluster.comm.elastic.membership.link_probe import bytes_requested
 from smolcluster.comm.elastic.membership.server_link import ServerLink, Stopped
 from smolcluster.comm.elastic.transport.messages import Kind
 from smolcluster.comm.elastic.transport.security import check_dial, load_keyring
@@ -82,7 +82,7 @@ class ElasticWorker(Role):
         plan: ServerPlan | None = None
         while plan is None:
             message = self.server_link.get()
-            if message is not None and message.kind is Kind.ASK and (wanted := bytes_asked(message)):
+            if message is not None and message.kind is Kind.ASK and (wanted := bytes_requested(message)):
                 self.server_link.send(Kind.STATE, payload=torch.zeros(wanted, dtype=torch.uint8))
             if message is not None and message.kind is Kind.PLAN:
                 try:

@@ -3,7 +3,7 @@
     mesh plane       rank-0, rank-1, ...: all start together
     elastic plane    server, worker-0, worker-1, ...: each may be stopped and restarted
 
-They share a network of their own. The run is in a folder of this machine, so the containers run as a user who may write there.
+They share a separate network. The run is in a folder of this machine, so the containers run as a user with write access to it.
 The configuration is an environment variable that containers write to a file at start: Docker cannot copy an inline `config`
 into a read-only container.
 """
@@ -60,7 +60,7 @@ def check(job: BatchJob, settings: ComposeSettings) -> None:
 
 
 def render(job: BatchJob, settings: ComposeSettings) -> str:
-    """Return the whole file, with the containers' common settings as a YAML anchor."""
+    """Return the complete file, with the containers' common settings as a YAML anchor."""
     check(job, settings)
     parts = [
         f"# {job.summary}; written by `smolcluster compose`.\n",
@@ -69,8 +69,8 @@ def render(job: BatchJob, settings: ComposeSettings) -> str:
         "services:\n",
     ]
     for name, service in _services(job):
-        own = textwrap.indent(to_yaml(_escaped(service)), "    ")
-        parts.append(f"  {name}:\n    <<: *smolcluster\n{own}")
+        body = textwrap.indent(to_yaml(_escaped(service)), "    ")
+        parts.append(f"  {name}:\n    <<: *smolcluster\n{body}")
     parts.append(to_yaml({"networks": {"cluster": {}}}))
     if job.plane == "elastic":
         parts.append(to_yaml(_escaped({"secrets": {"token": {"file": _path(settings.token_file)}}})))

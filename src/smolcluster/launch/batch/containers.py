@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from smolcluster.errors import UserError
 from smolcluster.launch.batch.job import BatchJob
-from smolcluster.launch.join.worker import own_arguments
+from smolcluster.launch.join.worker import local_override_args
 
 CONFIG = "/etc/smolcluster/config.yaml"
 DATA = "/data"
@@ -43,9 +43,9 @@ def server_command(job: BatchJob) -> list[str]:
 
 def worker_command(job: BatchJob, *, rank: str, host: str, server: str, task: str | None) -> list[str]:
     """Return the command of a worker. `task`: its path in the container."""
-    copy = ["--task", task] if task is not None else []
-    own = own_arguments(job.config, same_machine=False)
-    return ["smolcluster", "worker", rank, host, "--server", f"{server}:{SERVER_PORT}", *copy, *own]
+    task_args = ["--task", task] if task is not None else []
+    override_args = local_override_args(job.config, same_machine=False)
+    return ["smolcluster", "worker", rank, host, "--server", f"{server}:{SERVER_PORT}", *task_args, *override_args]
 
 
 def train_command(job: BatchJob) -> list[str]:

@@ -125,7 +125,7 @@ def check_dns_name(name: str, *, longest: int = 63) -> None:
 
 
 def check_fit(job: BatchJob) -> None:
-    """Let the strategy check that so many workers can run it. Imports torch."""
+    """Let the strategy check that this number of workers can run it. Imports torch."""
     from smolcluster.engine.checks import batch_size_of
     from smolcluster.parallel.placement import Node
     from smolcluster.planner.world_sizes import place, plans

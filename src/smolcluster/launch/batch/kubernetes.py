@@ -41,13 +41,13 @@ KEY = "token"  # in the secret
 INDEX = "$(JOB_COMPLETION_INDEX)"  # expanded by Kubernetes
 PULL_S = 900  # join timeout, while other nodes still pull the image
 
-# DNS has the name of pod 0 a little later than the pod starts; pod 0 must resolve it to see that it leads.
+# DNS has the name of pod 0 a little later than the pod starts; pod 0 must resolve it to detect that it leads.
 _AWAIT_NAME = """\
 until getent hosts "$LEADER" >/dev/null; do sleep 1; done
 exec "$@"
 """
-# At SIGTERM a server tells its workers to exit, and they would not join its replacement. So it must get none: a shell without a
-# trap is PID 1 here, and the kernel delivers only SIGKILL to that.
+# At SIGTERM a server makes its workers exit, and they would not join its replacement. So it must receive none: a shell without
+# a trap is PID 1 here, and the kernel delivers only SIGKILL to that.
 _NO_SIGTERM = '"$@" || exit $?\n'
 _NO_SIGTERM_S = 1
 

@@ -21,7 +21,7 @@ from smolcluster.errors import UserError
 from smolcluster.launch.batch.job import BatchJob
 from smolcluster.launch.batch.text import mebibytes, slurm_time
 from smolcluster.launch.environment import FIRST_PORT, NUM_PORTS
-from smolcluster.launch.join.worker import own_arguments
+from smolcluster.launch.join.worker import local_override_args
 
 GRACE_S = 120  # before the time limit
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders local to each node
@@ -217,11 +217,11 @@ def _server_and_workers(job: BatchJob, settings: SlurmSettings) -> Iterator[str]
     worker = ['"$SLURM_PROCID"', '"$SLURMD_NODENAME"', '--server "$1"', '"${@:2}"']
     if job.gpus_per_node:
         worker.insert(-1, f'--device "cuda:$((SLURM_LOCALID % {job.gpus_per_node}))"')
-    own = ["--task", job.task] if job.task is not None else []
-    own += own_arguments(job.config, same_machine=False)
+    worker_args = ["--task", job.task] if job.task is not None else []
+    worker_args += local_override_args(job.config, same_machine=False)
     yield "# shellcheck disable=SC2016 # the tasks of srun fill these in"
     yield f"{_srun(job)} bash -c 'exec \"$0\" -m smolcluster worker {' '.join(worker)}' \\"
-    yield f'    "$python" "$SLURMD_NODENAME:$port"{"".join(f" {shlex.quote(word)}" for word in own)} &'
+    yield f'    "$python" "$SLURMD_NODENAME:$port"{"".join(f" {shlex.quote(word)}" for word in worker_args)} &'
     yield "workers=$!"
     yield ""
     yield (_STOPPED if settings.requeue else _STOPPED_FOR_GOOD).format(stop='kill -TERM "$run"')

@@ -1,4 +1,4 @@
-"""Pack what a machine is sent: this package, the user's files, the configuration.
+"""Pack what is sent to a machine: this package, the user's files, the configuration.
 
 So every machine runs the same code as this one, whatever version is installed there; only the package's requirements must be
 there, or are installed. The same files give the same archive, byte for byte, so it is sent only once.

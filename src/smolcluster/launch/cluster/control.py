@@ -1,11 +1,11 @@
 """`up`, `status`, `logs` and `down` on all machines at once.
 
     up      connect to all and inspect all; report every problem and stop before anything is changed
-            send the package and the user's files, make missing environments, distribute the token
+            send the package and the user's files, create missing environments, distribute the token
             start the lead, then the others; if one fails to start, stop those that did
-    down    ask the lead to save and exit, then stop the others
+    down    request that the lead saves and exits, then stop the others
 
-The machines hold the state of what runs: this one may disconnect and come back.
+The machines hold the state of what runs: this one may disconnect and reconnect.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from smolcluster.launch.cluster.layout import ClusterLayout, ClusterMachine, Clu
 from smolcluster.observe.events import StepLogged, restore, restore_fields
 
 CLOCK_S = 120.0  # larger clock differences are reported
-ROOM_BYTES = 500 << 20  # free disk needed to start
-ENVIRONMENT_BYTES = 2 << 30  # to make an environment, too: torch for CPUs takes about one GiB, for GPUs about five
+MIN_FREE_BYTES = 500 << 20  # free disk needed to start
+ENVIRONMENT_BYTES = 2 << 30  # to create an environment, too: torch for CPUs takes about one GiB, for GPUs about five
 RECONNECT_S = 2.0
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ async def gathered(work: Mapping[str, Awaitable[T]]) -> tuple[dict[str, T], dict
 
 
 async def on_all_hosts(hosts: Iterable[Host], work: Callable[[Host], Awaitable[T]]) -> dict[str, T]:
-    """Do the same on every host at once. When all are done, raise ClusterError with every problem."""
+    """Run `work` on all hosts concurrently. When all are done, raise ClusterError with every problem."""
     results, problems = await gathered({host.name: work(host) for host in hosts})
     if problems:
         raise ClusterError(problems.values())
@@ -173,12 +173,12 @@ async def up(
 
 
 async def inspect(host: Host, layout: ClusterLayout, deployment: Deployment | None = None) -> dict[str, Any]:
-    """Return facts about a machine and when it was asked. `deployment`: also whether it lacks an environment for it."""
+    """Return facts about a machine and the time of the request. `deployment`: also whether it lacks an environment for it."""
     needs = None if deployment is None else wanted(host, deployment.requirements)
     listens = list(layout.listens) if layout.lead.host == host.name else None
-    asked = time.time()
+    requested_at = time.time()
     found: dict[str, Any] = await host.call("inspect", listens=listens, wanted=needs, name=layout.name)
-    return found | {"asked": asked, "answered": time.time()}
+    return found | {"requested_at": requested_at, "replied_at": time.time()}
 
 
 def wanted(host: Host, requirements: list[str]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def wanted(host: Host, requirements: list[str]) -> dict[str, Any]:
 
 
 def _check_same(deployment: Deployment, facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse to add to processes that run with other code or files: their restarts would use ours."""
+    """Refuse to add to processes that run with different code or files: their restarts would use ours."""
     others = [
         process
         for seen in facts.values()
@@ -212,9 +212,9 @@ def problems_of(layout: ClusterLayout, name: str, seen: Mapping[str, Any]) -> It
     if not seen["writable"]:
         folder = layout.machines[name].folder
         yield wrong(f"{folder} is not writable", f"set hosts.{name}.folder to a writable folder", layer="disk")
-    need = ENVIRONMENT_BYTES if seen.get("lacks_environment") else ROOM_BYTES
+    need = ENVIRONMENT_BYTES if seen.get("lacks_environment") else MIN_FREE_BYTES
     if seen["disk_free"] < need:
-        why = " to make an environment with torch" if need > ROOM_BYTES else ""
+        why = " to make an environment with torch" if need > MIN_FREE_BYTES else ""
         what = f"{seen['disk_free'] >> 20} MiB of disk are free, {need >> 20} MiB are needed{why}"
         yield wrong(what, f"free some, or set hosts.{name}.folder to another disk", layer="disk")
     if seen.get("port_problem") and layout.lead.name not in running:
@@ -226,9 +226,9 @@ def problems_of(layout: ClusterLayout, name: str, seen: Mapping[str, Any]) -> It
 
 def clock_off(seen: Mapping[str, Any]) -> float:
     """Return by how many seconds a machine's clock is ahead of ours, beyond the round trip's uncertainty."""
-    middle = (seen["asked"] + seen["answered"]) / 2
+    middle = (seen["requested_at"] + seen["replied_at"]) / 2
     off = float(seen["time"]) - middle
-    slack = (seen["answered"] - seen["asked"]) / 2
+    slack = (seen["replied_at"] - seen["requested_at"]) / 2
     return 0.0 if abs(off) <= slack else off - slack if off > 0 else off + slack
 
 

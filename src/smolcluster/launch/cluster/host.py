@@ -57,7 +57,7 @@ class HostError(SmolclusterError):
 
 
 class Host:
-    """A connected machine. Each `agent` is a process of its own there."""
+    """A connected machine. Each `agent` is a separate process there."""
 
     def __init__(self, machine: ClusterMachine, connection: Any | None) -> None:
         self.machine, self.connection = machine, connection
@@ -111,7 +111,7 @@ class Host:
             await agent.boot()
             return agent
         need = ".".join(map(str, OLDEST_PYTHON))
-        reason = problem.splitlines()[0][:200] if problem else "no answer"
+        reason = problem.splitlines()[0][:200] if problem else "no response"
         what = f"there is no Python ({self.python or 'python3'}): {reason}"
         if old:
             what = f"{old} there, and {need} or newer is needed"
@@ -147,13 +147,13 @@ def _quote(python: str) -> str:
 
 
 async def _first_line(stream: Stream) -> tuple[tuple[int, ...] | None, str]:
-    """Skip what a login shell prints. Return the version of the Python that answers, and the last line before it."""
+    """Skip what a login shell prints. Return the version that Python printed, and the last line before it."""
     greeting, until = "", time.monotonic() + GREETING_S
     for _ in range(GREETING_LINES):
         try:
             line = await asyncio.wait_for(stream.line(), until - time.monotonic())
         except TimeoutError:
-            return None, greeting or f"no answer in {GREETING_S:g} s"
+            return None, greeting or f"no response in {GREETING_S:g} s"
         if not line:
             break
         version = _version(line)
@@ -193,11 +193,11 @@ class Agent:
         self, op: str, *, on_line: Callable[[str], None] | None = None, data: bytes | None = None, **arguments: Any
     ) -> Any:
         """Send a request and return its result. `on_line` is called with each line of progress."""
-        async for answer in self.stream_call(op, data=data, **arguments):
-            if "say" in answer and on_line is not None:
-                on_line(answer["say"])
-            if "result" in answer:
-                return answer["result"]
+        async for reply in self.stream_call(op, data=data, **arguments):
+            if "say" in reply and on_line is not None:
+                on_line(reply["say"])
+            if "result" in reply:
+                return reply["result"]
         raise await self._lost(op)
 
     async def stream_call(
@@ -213,11 +213,11 @@ class Agent:
         try:
             await self._stream.send(json.dumps(request).encode() + b"\n" + (data or b""))
             while line := await self._stream.line():
-                answer: dict[str, Any] = json.loads(line)
-                if "error" in answer:
-                    raise HostError(self._host.name, answer["error"], answer.get("remedy", ""))
-                yield answer
-                if "result" in answer:
+                reply: dict[str, Any] = json.loads(line)
+                if "error" in reply:
+                    raise HostError(self._host.name, reply["error"], reply.get("remedy", ""))
+                yield reply
+                if "result" in reply:
                     return
         except (OSError, ValueError) as error:
             raise await self._lost(op, str(error)) from error
@@ -227,16 +227,16 @@ class Agent:
         text = await self._stream.stderr() or why
         lines = [line for line in text.splitlines() if line.strip()]
         reason = lines[-1][:300] if lines else "the connection was lost"
-        return HostError(self._host.name, f"no answer to '{op}': {reason}", layer="route")
+        return HostError(self._host.name, f"no reply to '{op}': {reason}", layer="route")
 
     async def close(self) -> None:
         await self._stream.close()
 
 
 class Stream:
-    """The pipes of a process, local or remote: those of asyncio and asyncssh have the same methods."""
+    """The pipes of a process, local or remote: asyncio's and asyncssh's have the same methods."""
 
-    _lost: tuple[type[Exception], ...] = ()  # what its library raises when the connection is lost
+    _lost: tuple[type[Exception], ...] = ()  # what the library raises when the connection is lost
 
     def __init__(self, process: Any) -> None:
         self._process = process
@@ -269,7 +269,7 @@ class Stream:
 
     @contextlib.contextmanager
     def _as_oserror(self) -> Iterator[None]:
-        """Raise OSError for a lost connection, whatever the library raises."""
+        """Raise OSError for a lost connection, whichever library raises."""
         try:
             yield
         except self._lost as error:
@@ -440,7 +440,7 @@ def explain(machine: ClusterMachine, error: BaseException, known: KnownHosts) ->
             return wrong(f"{machine.key} is no private key: {error}", f"check hosts.{name}.key")
         case TimeoutError():
             remedy = f"check that it is on, the address, and that its firewall lets port {port} through"
-            return wrong(f"{place} does not answer in {CONNECT_S:g} s", remedy, layer="route")
+            return wrong(f"{place} did not respond within {CONNECT_S:g} s", remedy, layer="route")
         case OSError():
             remedy = "check that it is on, and on a network that this machine is on, too"
             return wrong(f"{place} cannot be reached: {error.strerror or error}", remedy, layer="route")

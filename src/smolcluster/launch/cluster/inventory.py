@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from smolcluster.comm.addresses import join_address, own_host
+from smolcluster.comm.addresses import join_address, local_address_towards
 from smolcluster.config.strategies import UNLIKE
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.cluster import control
@@ -51,11 +51,11 @@ def find_machines(
     offers = _offers()
     more = f"; {len(offers)} more running `smolcluster join`" if offers else ""
     report(f"probing {len(machines) - len(aliases)} machine(s){more}")
-    asked = {name: machine for name, machine in machines.items() if name not in aliases}
-    answers = asyncio.run(_ask(asked, accept_new=accept_new))
+    probed = {name: machine for name, machine in machines.items() if name not in aliases}
+    results = asyncio.run(_probe(probed, accept_new=accept_new))
     found = [
         FoundMachine(
-            name, entry_of(machines, name), *answers.get(name, ({}, f"the same machine as {aliases.get(name)}"))
+            name, entry_of(machines, name), *results.get(name, ({}, f"the same machine as {aliases.get(name)}"))
         )
         for name in machines
     ]
@@ -71,7 +71,7 @@ def find_machines(
     return found
 
 
-# What ssh knows
+# The ssh configuration
 
 
 def hosts_of_ssh(text: str) -> list[str]:
@@ -157,10 +157,10 @@ def _offers() -> list[Any]:
         return []
 
 
-# Asking them
+# Probing the machines
 
 
-async def _ask(machines: Mapping[str, ClusterMachine], *, accept_new: bool) -> dict[str, tuple[dict[str, Any], str]]:
+async def _probe(machines: Mapping[str, ClusterMachine], *, accept_new: bool) -> dict[str, tuple[dict[str, Any], str]]:
     """Return facts, or the problem and its remedy, for each machine."""
     async with control.connected(machines, accept_new=accept_new) as (hosts, problems):
         facts, failed = await control.gathered(
@@ -170,11 +170,11 @@ async def _ask(machines: Mapping[str, ClusterMachine], *, accept_new: bool) -> d
     return found | {name: ({}, str(error).removeprefix(f"{name}: ")) for name, error in (problems | failed).items()}
 
 
-# The file
+# The cluster file
 
 
 def entry_of(machines: Mapping[str, ClusterMachine], name: str) -> dict[str, Any]:
-    """Return a machine's entry for the file, with this machine's address as it sees it: this one leads."""
+    """Return a machine's entry for the file, with this machine's address as seen from there: this one leads."""
     machine = machines[name]
     if machine.local:
         return {"address": LOCAL}
@@ -188,7 +188,7 @@ def _own_address(first: ClusterMachine) -> str:
     from smolcluster.launch.join.discovery import own_addresses
 
     with contextlib.suppress(OSError, SmolclusterError):
-        address = own_host(join_address(first.address, first.port or 22))
+        address = local_address_towards(join_address(first.address, first.port or 22))
         if not address.startswith("fe80:"):  # link-local: useless without its interface
             return address
     return own_addresses()[0]

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 POLL_S = 0.1  # polling interval for the stop file
-STEADY_S = 60.0  # a process that lived so long resets the count of deaths
+STEADY_S = 60.0  # a process that ran for this time resets the count of deaths
 MAX_DEATHS = 10  # in a row
-LONGEST_WAIT_S = 30.0  # before a restart
+MAX_WAIT_S = 30.0  # before a restart
 LOG_BYTES = 16 << 20
 LINE_BYTES = 1 << 16  # longer lines are split
 LOCK_S = 2.0  # another process may hold the lock for a moment to test it
@@ -68,7 +68,7 @@ class Keeper:
             if deaths >= MAX_DEATHS:
                 self._say(f"died {deaths} times in a row; not restarting it")
                 return self._end("failed", status)
-            wait_s = min(LONGEST_WAIT_S, 0.25 * 2**deaths)
+            wait_s = min(MAX_WAIT_S, 0.25 * 2**deaths)
             self._say(f"ended with status {status}; restarting it in {wait_s:g} s")
             self._write_state("waiting", status=status)
             until = time.monotonic() + wait_s
@@ -109,15 +109,17 @@ class Keeper:
         return self.child.returncode
 
     def _wait(self, child: subprocess.Popen[bytes]) -> None:
-        """Wait for its exit; ask it to end or kill it when a stop is wanted."""
-        asked: float | None = None
+        """Wait for its exit; terminate or kill it when a stop is requested."""
+        stopping_since: float | None = None
         while child.poll() is None:
             now = self._stop_wanted()
-            if now is not None and asked is None:
-                asked = time.monotonic()
+            if now is not None and stopping_since is None:
+                stopping_since = time.monotonic()
                 self._write_state("stopping")
                 _ask_to_end(child)
-            if asked is not None and (now == "now" or time.monotonic() - asked > self.order["grace_s"]):
+            if stopping_since is not None and (
+                now == "now" or time.monotonic() - stopping_since > self.order["grace_s"]
+            ):
                 kill(child.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(POLL_S)
@@ -183,13 +185,13 @@ def kill(pid: int) -> None:
 
 
 def identity(pid: int) -> str | None:
-    """Return a process's start time, which tells it from a later one with the same pid; None if unknown."""
+    """Return a process's start time, which distinguishes it from a later one with the same pid; None if unknown."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     if platform.system() in ("Windows", "Linux"):
         return None
-    asked = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or None
+    listed = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return listed.stdout.strip() or None
 
 
 def lock_file(path: Path, *, shared: bool = False, timeout_s: float = 0.0) -> Any:

@@ -20,12 +20,12 @@ from smolcluster.config.schema import Config, HostConfig
 from smolcluster.config.strategies import ALONE
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster.links import NetworkPath, find_path
-from smolcluster.launch.join.worker import own_arguments
+from smolcluster.launch.join.worker import local_override_args
 from smolcluster.launch.prepare import choose_plane
 from smolcluster.launch.restart.plan import parse_elastic
 
 CONFIG = "config.yaml"  # in the working directory of processes
-TOKENIZER = "tokenizer"  # folder of tokenizer files, beside it
+TOKENIZER = "tokenizer"  # folder of tokenizer files, in the same place
 LOCAL = "local"
 MESH_PORT = 29500
 SERVING = "serving"  # `ClusterLayout.plane` of a served model
@@ -33,7 +33,7 @@ SERVING = "serving"  # `ClusterLayout.plane` of a served model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterMachine:
-    """How to reach a machine, and its own settings."""
+    """How to connect to a machine, and its settings."""
 
     name: str
     address: str
@@ -238,7 +238,7 @@ class _ProcessPlanner:
         return only if len(others) == 1 and is_address(only) else "0.0.0.0"
 
     def meeting_point(self, host: str) -> str:
-        """Return the lead's address as this host sees it; on the lead one that other hosts use, if there are any."""
+        """Return the lead's address as this host sees it; on the lead the one that other hosts use, if there are any."""
         others = sorted({self.addresses[other] for other in self.workers if other != self.lead})
         return others[0] if host == self.lead and others else self.addresses[host]
 
@@ -257,7 +257,7 @@ class _ProcessPlanner:
             join = ["worker", str(rank), host, "--server", join_address(self._server_of(host), self.port)]
             join += ["--log-dir", logs_of(self.directory), *self._device(host)]
             join += ["--task", self.config.task] if self.config.task is not None else []
-            join += own_arguments(self.config, same_machine=host == self.lead)
+            join += local_override_args(self.config, same_machine=host == self.lead)
             name, local = f"worker-{rank}", self._local(rank)
             yield ClusterProcess(name=name, host=host, arguments=tuple(join), restart=True, environment=local)
 

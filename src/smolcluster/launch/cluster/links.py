@@ -1,4 +1,4 @@
-"""Find the address by which one machine reaches another, when each physical link is a subnet of its own.
+"""Find the address by which one machine reaches another, when each physical link is a separate subnet.
 
 mini1 ── thunderbolt 10.10.0.0/24 ── mini3         pi4 and mini1 share no link: pi4 sends through mini3, which must forward,
 mini3 ── edge 192.168.51.0/24 ────── pi4           to mini1's address on the thunderbolt link; mini1 needs a route back to

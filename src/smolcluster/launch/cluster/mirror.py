@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.cluster.agent.following import proof_of
+from smolcluster.launch.cluster.agent.following import digest_of
 from smolcluster.launch.cluster.control import RECONNECT_S, connected_agent
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.layout import ClusterRecord
@@ -32,7 +32,7 @@ _PLACE = re.compile(r"(?:(?:logs|checkpoints/step-\d{8})/)?[\w.-]+\.(?:jsonl?|ya
 
 @contextlib.contextmanager
 def mirrored(cluster: ClusterRecord) -> Iterator[Path]:
-    """Copy the run while the context lasts; yield the folder. Raises UserError when no machine answers."""
+    """Copy the run while the context lasts; yield the folder. Raises UserError when no machine can be read."""
     folder = state_folder().parent / "mirrors" / cluster.name / cluster.run
     with writable(folder):
         pass
@@ -61,7 +61,7 @@ class _Copying:
         self._first_pass.wait(FIRST_S)
         if not self._copied:
             reasons = "; ".join(f"{name}: {why}" for name, why in self._problems.items())
-            raise UserError(f"no machine of {self._cluster.name} could be read: {reasons or 'no answer'}")
+            raise UserError(f"no machine of {self._cluster.name} could be read: {reasons or 'no response'}")
 
     def stop(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -103,12 +103,12 @@ class _Copying:
             if path.suffix in (".jsonl", ".log"):
                 size = path.stat().st_size
                 with path.open("rb") as file:
-                    found[path.relative_to(self._folder).as_posix()] = [size, proof_of(file, size)]
+                    found[path.relative_to(self._folder).as_posix()] = [size, digest_of(file, size)]
         return found
 
 
 def put(folder: Path, update: Mapping[str, Any]) -> None:
-    """Write what a machine sent of a file: the whole of it, or from byte `at` on.
+    """Write the content of a file that a machine sent: all of it, or from byte `at` on.
 
     Raises HostError for a file outside the folder, invalid fields, or an offset beyond the end of the local file.
     """

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smolcluster.durable_files import atomic_write_text
+from smolcluster.durable_files import durable_write_text
 from smolcluster.errors import UserError, unknown_name
 from smolcluster.folders import user_folder
 
@@ -32,7 +32,7 @@ def writable(folder: Path) -> Iterator[None]:
     except OSError as error:
         variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_STATE_HOME"
         raise UserError(
-            f"cannot write {folder}: {error.strerror or error}; set {variable} to a folder that you may write"
+            f"cannot write {folder}: {error.strerror or error}; set {variable} to a writable folder"
         ) from error
 
 
@@ -47,7 +47,7 @@ def save_record(record: Mapping[str, Any]) -> None:
         if before.get("run") == record.get("run") and "next_rank" in before:
             record = {"next_rank": before["next_rank"], **record}
     with writable(path.parent):
-        atomic_write_text(path, json.dumps(dict(record), indent=1))
+        durable_write_text(path, json.dumps(dict(record), indent=1))
 
 
 def read_raw(name: str) -> tuple[bytes, float] | None:

@@ -183,7 +183,7 @@ def new_run(config: Config) -> str:
 
 
 def token_for(layout: ClusterLayout) -> str:
-    """Return this machine's token, or one made for this cluster and kept beside its record."""
+    """Return this machine's token, or one made for this cluster and kept with its record."""
     found = find_tokens(layout.config.cluster.token, os.environ)
     if found is not None:
         return found[1][0].token

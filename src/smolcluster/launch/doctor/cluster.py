@@ -55,11 +55,11 @@ def _machine(layout: ClusterLayout, name: str, seen: Mapping[str, Any]) -> list[
 
 async def _torches(hosts: Mapping[str, Host], needs: list[str]) -> dict[str, dict[str, str | None]]:
     """Return each host's torch version: `used`, or the one that is `there` but lacks other requirements."""
-    asked = {
+    requests = {
         name: host.call("version_of", package="torch", wanted=control.wanted(host, needs))
         for name, host in hosts.items()
     }
-    versions, _ = await control.gathered(asked)
+    versions, _ = await control.gathered(requests)
     return {name: versions.get(name, {"used": None, "there": None}) for name in hosts}
 
 
@@ -81,7 +81,7 @@ def _versions(torches: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
 
 
 async def _paths(layout: ClusterLayout, hosts: Mapping[str, Host]) -> list[Finding]:
-    """Let the lead listen for a moment and the others connect."""
+    """Listen on the lead for a moment, and connect from the others."""
     lead = layout.lead.host
     bind, port = layout.listens
     found: list[Finding] = []

@@ -61,12 +61,12 @@ TROUBLES: dict[Layer, list[KnownProblem]] = {
         KnownProblem(
             "no route to host, network is unreachable",
             "the machines are on different subnets, or a cable or Wi-Fi is down",
-            "one subnet for each link; where a machine lies behind another, `smolcluster up --dry-run` prints the route to add",
+            "one subnet for each link; to reach one machine through another, `smolcluster up --dry-run` prints the route",
         ),
     ],
     Layer.FIREWALL: [
         KnownProblem(
-            "no answer in some seconds, although the machine answers ssh",
+            "no response in some seconds, although ssh to the machine works",
             "a firewall drops packets to that port",
             "Linux: sudo ufw allow PORT/tcp; macOS: System Settings, Network, Firewall, allow Python; Windows: "
             "New-NetFirewallRule -DisplayName smolcluster -Direction Inbound -Protocol TCP -LocalPort PORT -Action Allow",

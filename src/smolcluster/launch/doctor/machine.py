@@ -18,11 +18,11 @@ from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, known_re
 from smolcluster.launch.join.discovery import own_addresses
 from smolcluster.observe.text import size
 
-ROOM_BYTES = 2 << 30
-ANSWER_S = 120.0  # torch from a slow disk takes a while
-_SILENT = "no answer; the driver hangs"
+MIN_FREE_BYTES = 2 << 30
+RESPONSE_S = 120.0  # torch from a slow disk takes a while
+_SILENT = "no response; the driver hangs"
 
-# In a process of its own: a broken torch or driver may crash it.
+# In a separate process: a broken torch or driver may crash it.
 _ASK_TORCH = """
 import json, torch
 cuda = torch.cuda.is_available()
@@ -45,18 +45,18 @@ def examine() -> Iterator[Finding]:
 
 
 def _torch_and_gpu() -> Iterator[Finding]:
-    asked = run_briefly(sys.executable, "-c", _ASK_TORCH, timeout_s=ANSWER_S)
-    if asked is None:
+    probe = run_briefly(sys.executable, "-c", _ASK_TORCH, timeout_s=RESPONSE_S)
+    if probe is None:
         yield bad(Layer.GPU, f"torch.cuda.is_available(): {_SILENT}")
         return
-    if asked.returncode != 0:
-        reason = (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
+    if probe.returncode != 0:
+        reason = (probe.stderr.strip().splitlines() or [f"status {probe.returncode}"])[-1]
         yield bad(Layer.TORCH, f"torch cannot be imported: {reason}", "pip install -U 'torch>=2.6,<2.14'")
         return
-    facts = json.loads(asked.stdout.splitlines()[-1])
+    facts = json.loads(probe.stdout.splitlines()[-1])
     yield good(Layer.TORCH, f"torch {facts['version']}")
     tool = shutil.which("nvidia-smi")
-    listed = run_briefly(tool, "-L", timeout_s=ANSWER_S) if tool else None
+    listed = run_briefly(tool, "-L", timeout_s=RESPONSE_S) if tool else None
     if facts["cuda"]:
         yield good(Layer.GPU, ", ".join(facts["cuda"]))
     elif tool and listed is None:
@@ -65,7 +65,7 @@ def _torch_and_gpu() -> Iterator[Finding]:
         what = f"{listed.stdout.strip().splitlines()[0]}, and torch cannot use it (built for CUDA {facts['built_for']})"
         yield bad(Layer.GPU, what)
     elif listed is not None:
-        lines = (listed.stdout + listed.stderr).strip().splitlines() or ["no answer"]
+        lines = (listed.stdout + listed.stderr).strip().splitlines() or ["no response"]
         yield bad(Layer.GPU, f"nvidia-smi fails: {lines[0]}")
     else:
         yield good(Layer.GPU, "Apple's GPU (mps)" if facts["mps"] else "no GPU; training runs on the CPU")
@@ -74,7 +74,7 @@ def _torch_and_gpu() -> Iterator[Finding]:
 def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
     what = f"{size(free)} free here"
-    return good(Layer.DISK, what) if free > ROOM_BYTES else warning(Layer.DISK, what)
+    return good(Layer.DISK, what) if free > MIN_FREE_BYTES else warning(Layer.DISK, what)
 
 
 def _name() -> Finding:

@@ -1,6 +1,6 @@
 """Check a server by HOST:PORT: name, route, firewall, port, server, token, in this order, up to the first failure.
 
-The doctor sends a TLS ClientHello; the answer tells the kind of server:
+The doctor sends a TLS ClientHello; the response identifies the kind of server:
 
     TLS, a smolcluster certificate      a server with a token; the same token if the certificate is the same
     a smolcluster frame                 a server without a token; the frame has its version
@@ -27,10 +27,10 @@ from smolcluster.launch.cluster.agent.machine import layer_of, problem_of
 from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, known_remedy
 from smolcluster.observe.text import printable
 
-ANSWER_S = 5.0
-_NO_TOKEN = "0" * 16  # the id of no token; a server still answers the handshake
+RESPONSE_S = 5.0
+_NO_TOKEN = "0" * 16  # the id of no token; a server still responds to the handshake
 _TLS = b"\x16"  # first byte of a TLS handshake record
-_MAX_CHARACTERS = 60  # characters of another program's answer to print
+_MAX_CHARACTERS = 60  # characters of another program's response to print
 
 Address = tuple[str, int]
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def examine(host: str, port: int) -> Iterator[Finding]:
         return
     yield good(Layer.NAME, f"{host} is {', '.join(addresses)}")
     try:
-        with socket.create_connection((host, port), timeout=ANSWER_S) as line:
+        with socket.create_connection((host, port), timeout=RESPONSE_S) as line:
             yield good(Layer.ROUTE, f"from {line.getsockname()[0]} to {line.getpeername()[0]}")
             yield good(Layer.PORT, f"{place} accepts connections")
         yield from _check_handshake((host, port))
@@ -56,38 +56,38 @@ def examine(host: str, port: int) -> Iterator[Finding]:
 def _check_handshake(place: Address) -> Iterator[Finding]:
     """Check whether this machine could join the server, with each of its tokens."""
     own: tuple[Credentials, ...] = ()
-    answer, problem = None, ""
+    probe, problem = None, ""
     try:
         if (keyring := load_keyring(None, os.environ)) is not None:
             own = keyring.credentials
         for known in own:
-            answer = ask(place, known)
-            if answer.same is not None or not answer.wants_token:
+            probe = ask(place, known)
+            if probe.same is not None or not probe.wants_token:
                 break
     except SmolclusterError as error:  # an unreadable token, or a missing package
         problem = str(error)
-    answer = answer or ask(place)
-    if answer.problem:
-        yield bad(Layer.SERVER, f"not a smolcluster server: {answer.problem}")
+    probe = probe or ask(place)
+    if probe.problem:
+        yield bad(Layer.SERVER, f"not a smolcluster server: {probe.problem}")
         return
-    if answer.version not in (None, VERSION):
-        what = f"the server speaks protocol version {answer.version}, this machine version {VERSION}"
+    if probe.version not in (None, VERSION):
+        what = f"the server speaks protocol version {probe.version}, this machine version {VERSION}"
         yield bad(Layer.SERVER, what, known_remedy(Layer.SERVER, 1))
         return
-    yield good(Layer.SERVER, f"a smolcluster server with{'' if answer.wants_token else 'out'} a token")
-    yield bad(Layer.TOKEN, problem) if problem else _tokens(answer, own)
+    yield good(Layer.SERVER, f"a smolcluster server with{'' if probe.wants_token else 'out'} a token")
+    yield bad(Layer.TOKEN, problem) if problem else _tokens(probe, own)
 
 
-def _tokens(answer: ServerProbe, own: tuple[Credentials, ...]) -> Finding:
+def _tokens(probe: ServerProbe, own: tuple[Credentials, ...]) -> Finding:
     names = ", ".join(known.name for known in own)
-    if answer.same is not None:
-        return good(Layer.TOKEN, f"both have {answer.same.name}")
+    if probe.same is not None:
+        return good(Layer.TOKEN, f"both have {probe.same.name}")
     if not own:
-        if answer.wants_token:
+        if probe.wants_token:
             remedy = "copy the server's: there `smolcluster token show --secret`, here `smolcluster token add`"
             return bad(Layer.TOKEN, "the server requires a token, and this machine has none", remedy)
         return good(Layer.TOKEN, "no token, and none is required")
-    if answer.wants_token:
+    if probe.wants_token:
         return bad(Layer.TOKEN, f"the server's token is not among this machine's: {names}")
     remedy = "start the server with this token, or remove it here: smolcluster token show"
     return bad(Layer.TOKEN, f"the server has no token, and this machine would use {names}", remedy)
@@ -101,15 +101,15 @@ class ServerProbe:
     wants_token: bool = False
     same: Credentials | None = None  # the token that both have
     version: int | None = None  # of the protocol, if known
-    problem: str = ""  # answer of another program
+    problem: str = ""  # response of another program
 
 
 def ask(place: Address, known: Credentials | None = None) -> ServerProbe:
-    """Begin a TLS handshake with this token or none, and classify the answer. Raises OSError if the connection fails."""
+    """Begin a TLS handshake with this token or none, and classify the response. Raises OSError if the connection fails."""
     context = known.client_context() if known is not None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the certificate is compared below
     name = known.server_name if known is not None else _NO_TOKEN + DOMAIN
-    with socket.create_connection(place, timeout=ANSWER_S) as line:
+    with socket.create_connection(place, timeout=RESPONSE_S) as line:
         secure = _Secure(line, context, name)
         first = secure.begin()
         if (version := _version(first)) is not None:
@@ -129,7 +129,7 @@ def ask(place: Address, known: Credentials | None = None) -> ServerProbe:
 
 
 class _Secure:
-    """TLS on a connection that exposes the raw bytes of the first answer."""
+    """TLS on a connection that exposes the raw bytes of the first response."""
 
     def __init__(self, line: socket.socket, context: ssl.SSLContext, name: str) -> None:
         self._line = line
@@ -137,7 +137,7 @@ class _Secure:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
 
     def begin(self) -> bytes:
-        """Return the peer's first bytes; empty if it closed the connection or sent nothing for ANSWER_S."""
+        """Return the peer's first bytes; empty if it closed the connection or sent nothing for RESPONSE_S."""
         with contextlib.suppress(ssl.SSLWantReadError):
             self._tls.do_handshake()
         first = b""
@@ -176,7 +176,7 @@ class _Secure:
 
 
 def _version(first: bytes) -> int | None:
-    """Return the protocol version of a peer that answers in frames."""
+    """Return the protocol version of a peer that responds with frames."""
     if len(first) < PREFIX.size or not first.startswith(MAGIC):
         return None
     return int(PREFIX.unpack(first[: PREFIX.size])[1])
@@ -184,4 +184,4 @@ def _version(first: bytes) -> int | None:
 
 def _describe_reply(first: bytes) -> str:
     text = printable(first.split(b"\n")[0].decode("ascii", "replace")).strip()[:_MAX_CHARACTERS]
-    return f"it sent '{text}'" if first else "it does not answer"
+    return f"it sent '{text}'" if first else "it does not respond"

@@ -114,7 +114,7 @@ def find_offers(
 def own_addresses() -> list[str]:
     """Return this machine's IPv4 addresses, that of the default route first; loopback only if there is no other.
 
-    Asks all adapters: two machines on one cable have no default route, and their names may resolve to loopback.
+    Queries all adapters: two machines on one cable have no default route, and their names may resolve to loopback.
     """
     found: list[str] = []
     with contextlib.suppress(OSError):

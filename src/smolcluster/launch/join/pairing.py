@@ -4,7 +4,7 @@
                                              <----   commit: hash of my key and nonce
       my key, my nonce                       ---->
                                              <----   my key, my nonce: must be what was committed to
-      shows the code, 5 + 5 digits                   asks the user for the code
+      shows the code, 5 + 5 digits                   prompts the user for the code
         first five: random                             last five must equal its own, or it aborts
         last five: from both keys and nonces  <----   proof that it knows the first five
       checks the proof                       <----   sealed: token, server, rank
@@ -29,7 +29,7 @@ from smolcluster.errors import MissingExtra, SmolclusterError
 
 PROTOCOL = "smolcluster-pair-1"
 MAX_BYTES = 64 << 10
-ANSWER_S = 15.0
+REPLY_S = 15.0
 TYPING_S = 300.0  # for the user to type the code on the other machine
 MAX_CODES = 3
 NOT_OURS = "the peer does not speak this protocol"
@@ -62,8 +62,8 @@ class _KeyPair:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(key))
         except ValueError as error:
             raise PairingFailed(f"the peer's key is invalid: {error}") from error
-        own, peer = self.key + self.nonce, key + nonce
-        both = own + peer if dialled else peer + own
+        mine, theirs = self.key + self.nonce, key + nonce
+        both = mine + theirs if dialled else theirs + mine
         return Agreement(shared, both)
 
 
@@ -121,7 +121,7 @@ class _JsonLines:
         except OSError as error:
             raise PairingFailed(f"the connection was lost: {error.strerror or error}") from error
 
-    def receive(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    def receive(self, timeout_s: float = REPLY_S) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         try:
             while b"\n" not in self._rest:
@@ -135,7 +135,7 @@ class _JsonLines:
                 if len(self._rest) > MAX_BYTES:
                     raise PairingFailed(f"the peer sent more than {MAX_BYTES >> 10} KiB")
         except TimeoutError as error:
-            raise PairingFailed(f"no answer in {timeout_s:g} s") from error
+            raise PairingFailed(f"no response in {timeout_s:g} s") from error
         except OSError as error:
             raise PairingFailed(f"the connection was lost: {error.strerror or error}") from error
         first, _, self._rest = self._rest.partition(b"\n")
@@ -177,10 +177,10 @@ def offer(sock: socket.socket, facts: dict[str, Any], *, show: Callable[[str], N
     session = keys.agree(key, nonce, dialled=False)
     secret = f"{secrets.randbelow(100_000):05}"
     show(f"{secret}-{session.digits}")
-    answer = channel.receive(TYPING_S)
-    if not _same(session.proof(secret), str(answer.get("proof"))):
+    reply = channel.receive(TYPING_S)
+    if not _same(session.proof(secret), str(reply.get("proof"))):
         raise PairingFailed("the code was mistyped")
-    given = session.open(str(answer.get("sealed")))
+    given = session.open(str(reply.get("sealed")))
     channel.send(done=True)
     return given
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from smolcluster.observe.loki import Pusher
 
 # Configuration keys that a worker may set for its own machine. Everything else comes from the server.
-OWN_KEYS = OWN_TO_A_HOST | {
+LOCAL_KEYS = OWN_TO_A_HOST | {
     *("training.precision", "training.compile", "training.gradient_checkpointing"),
     *("data.name", "data.tokenizer", "data.download"),
     *(key for key in known_keys() if key.startswith("logging.")),
@@ -69,17 +69,17 @@ def worker_spec(
         _check_host(config, rank, host)
         server = server or _server_of(config)
     else:
-        _check_own(given)
+        _check_local(given)
     if server is None:
         raise UserError("give --server HOST:PORT, as the server prints it when it starts")
     _check_address(server)
-    own = _values(given.model_dump(mode="json"), [key for key in _given_keys(given) if key in OWN_KEYS])
+    local = _values(given.model_dump(mode="json"), [key for key in _given_keys(given) if key in LOCAL_KEYS])
     if sources:  # the configuration itself has them, resolved
-        own = {key: value for key, value in own.items() if key not in ("data.name", "data.tokenizer")}
+        local = {key: value for key, value in local.items() if key not in ("data.name", "data.tokenizer")}
     if batch_size is not None:
-        own["cluster.batch_size"] = {host: batch_size}
+        local["cluster.batch_size"] = {host: batch_size}
     if task is not None:
-        own["task"] = absolute_task(task)
+        local["task"] = absolute_task(task)
     return WorkerSpec(
         config=resolved,
         rank=rank,
@@ -90,7 +90,7 @@ def worker_spec(
         run_dir="",
         plane="elastic",
         server=server,
-        overrides=own,
+        overrides=local,
         strategy=check_name(strategy) if strategy is not None else "",
     )
 
@@ -100,9 +100,9 @@ def _check_host(config: Config, rank: int, host: str) -> None:
     known = cluster.workers or sorted(set(cluster.host_ip) - {cluster.server})
     if known and host not in known:
         raise UserError(f"'{host}' is not among the workers of this configuration; {suggest(host, known)}")
-    most = cluster.num_workers or 1
-    if rank > most:
-        raise UserError(f"rank {rank} is too high: this configuration has {most} workers, counted from 0 or 1")
+    limit = cluster.num_workers or 1
+    if rank > limit:
+        raise UserError(f"rank {rank} is too high: this configuration has {limit} workers, counted from 0 or 1")
 
 
 def _server_of(config: Config) -> str | None:
@@ -128,27 +128,27 @@ def _given_keys(config: Config) -> list[str]:
     ]
 
 
-def _check_own(config: Config) -> None:
+def _check_local(config: Config) -> None:
     for key in _given_keys(config):
-        if key not in OWN_KEYS:
+        if key not in LOCAL_KEYS:
             raise UserError(
                 f"--override: {key} is set by the server, which sends it to this worker; "
-                f"a worker may set: {', '.join(sorted(OWN_KEYS))}"
+                f"a worker may set: {', '.join(sorted(LOCAL_KEYS))}"
             )
 
 
-def own_arguments(config: Config, *, same_machine: bool) -> list[str]:
-    """Return the arguments by which a launcher passes `own_overrides` to a worker."""
-    own = own_overrides(config, same_machine=same_machine)
-    return ["--override", *own] if own else []
+def local_override_args(config: Config, *, same_machine: bool) -> list[str]:
+    """Return the arguments by which a launcher passes `local_overrides` to a worker."""
+    local = local_overrides(config, same_machine=same_machine)
+    return ["--override", *local] if local else []
 
 
-def own_overrides(config: Config, *, same_machine: bool) -> list[str]:
+def local_overrides(config: Config, *, same_machine: bool) -> list[str]:
     """Return `key=value` for the keys that a worker does not adopt from its server.
 
     `same_machine`: keep a loopback address of Loki, which only the server's machine reaches.
     """
-    values = _values(public_dict(config), sorted((OWN_KEYS - FROM_SERVER) | {"data.name"}))
+    values = _values(public_dict(config), sorted((LOCAL_KEYS - FROM_SERVER) | {"data.name"}))
     defaults = _values(public_dict(resolve(Config.model_validate({}))), list(values))
     if (url := config.logging.loki_url) is not None and not same_machine:
         from smolcluster.observe.loki import endpoint_of
@@ -193,24 +193,24 @@ class _LogPusher(Sink):
         self._spec, self._sinks = spec, sinks
         self._pusher: Pusher | None = None
         self._temporary: Path | None = None
-        own = spec.overrides.get("logging.loki_url")
-        if own:
+        loki_url = spec.overrides.get("logging.loki_url")
+        if loki_url:
             from smolcluster.observe.loki import endpoint_of
 
-            endpoint_of(own)  # raises before anything is written
+            endpoint_of(loki_url)  # raises before anything is written
         if log_dir is None:
             try:
                 log_dir = self._temporary = Path(tempfile.mkdtemp(prefix="smolcluster-log-"))
             except OSError as error:
-                if own:
+                if loki_url:
                     raise UserError(f"cannot make a folder for a temporary log ({error}); give --log-dir") from error
         path = None if log_dir is None else log_dir / log_path("", spec.role, spec.rank, spec.host).name
         self._log_to(path)
-        if own:
+        if loki_url:
             from smolcluster.observe.loki import start_pushing
 
             assert path is not None
-            self._pusher = start_pushing(path, url=own, role=spec.role, rank=spec.rank, host=spec.host)
+            self._pusher = start_pushing(path, url=loki_url, role=spec.role, rank=spec.rank, host=spec.host)
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunStarted) and self._pusher is None:

@@ -40,7 +40,7 @@ from smolcluster.observe.events import Event, Progress, RunFinished, StepLogged
 from smolcluster.observe.logs import LauncherLogSink
 from smolcluster.observe.observer import Sink
 
-STEADY_S = 60.0  # a process that lived so long was healthy
+STEADY_S = 60.0  # a process that ran for this time was healthy
 PAUSE_S = 0.5  # before a worker is restarted; doubles with every death in a row
 LEAVE_S = 5.0  # limit for workers to leave after the server has finished
 
@@ -74,7 +74,7 @@ def _journal(run_dir: RunDir, resume: Path | None) -> contextlib.AbstractContext
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _ElasticSlot(Slot):
-    """A slot that is restarted on its own."""
+    """A slot that is restarted independently of others."""
 
     due: float | None = None  # time of the next start
     since: float = 0.0  # time of the last start
@@ -82,7 +82,7 @@ class _ElasticSlot(Slot):
 
 
 class ElasticPolicy(Policy):
-    """Restart each process by itself. The methods are in the order in which things happen."""
+    """Restart each process separately. The methods are in the order of a run."""
 
     def __init__(self, supervisor: Supervisor, server: _ElasticSlot, workers: list[_ElasticSlot]) -> None:
         super().__init__(supervisor)
@@ -155,7 +155,7 @@ class ElasticPolicy(Policy):
         return event
 
     def stop(self) -> None:
-        """Ask the server to save, tell its workers to leave, and exit."""
+        """Request that the server saves, makes its workers leave, and exits."""
         self.supervisor.stopping = True
         for slot in self.workers:
             slot.due = None

@@ -53,7 +53,7 @@ def check_no_lost_commits(run_dir: RunDir, resume: Path | None) -> None:
         back = f", or go back on purpose with --resume {run_dir.checkpoints / f'step-{saved:08d}'}" if saved else ""
         raise UserError(
             f"this run has committed {committed} steps on the elastic plane, but its last checkpoint is of step {saved}; "
-            f"continue it with --plane elastic and its own strategy{back}"
+            f"continue it with --plane elastic and its strategy{back}"
         )
 
 
@@ -87,6 +87,6 @@ class MeshPolicy(Policy):
         left = Interrupted.exit_code in statuses and statuses <= {0, Interrupted.exit_code}
         if finished or left or len(self.supervisor.interrupts) > 1:
             return None
-        mistake = next((child.user_error for child in self.group if child.user_error is not None), None)
+        user_error = next((child.user_error for child in self.group if child.user_error is not None), None)
         failed = first_failure(self.group)
-        return mistake or WorkerFailed(f"{failed.name} failed: {exit_reason(failed)}{log_tail(failed)}")
+        return user_error or WorkerFailed(f"{failed.name} failed: {exit_reason(failed)}{log_tail(failed)}")

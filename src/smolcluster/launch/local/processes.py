@@ -1,4 +1,4 @@
-"""Start, talk to and end the processes of a run on this machine. Nothing here imports torch.
+"""Start, control and end the processes of a run on this machine. Nothing here imports torch.
 
 Each is `python -m smolcluster.engine.process.main`: it reads JSON lines from standard input, first its `WorkerSpec`, and writes
 events to standard output. Standard error goes to its log.
@@ -33,7 +33,7 @@ from smolcluster.stopping import HANGUP, leave_terminal, stop_signals, terminals
 WORKER_MARK = "SMOLCLUSTER_WORKER"  # in the environment of every process of a run
 STOP = '{"op": "stop"}'
 
-# Ctrl-C in a terminal reaches its whole process group. Workers have groups of their own: only the launcher acts on it.
+# Ctrl-C in a terminal signals its process group. Workers are in separate groups: only the launcher handles it.
 NEW_GROUP: dict[str, Any] = {"process_group": 0}
 if sys.platform == "win32":
     NEW_GROUP = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
@@ -47,7 +47,7 @@ class Child:
     process: subprocess.Popen[bytes]
     log: Path
     failed: Failed | None = None
-    finished: bool = False  # it reported so; exit status 0 alone proves nothing
+    finished: bool = False  # it reported the end; exit status 0 alone is not enough
     died: float | None = None  # time of its exit
 
     @property
@@ -62,7 +62,7 @@ class Child:
 
     @property
     def crashed(self) -> bool:
-        """Return whether it exited without finishing or being asked to."""
+        """Return whether it exited without finishing, and not on request."""
         in_order = self.failed is None and (self.finished or self.process.returncode == Interrupted.exit_code)
         return self.died is not None and not in_order
 
@@ -131,7 +131,7 @@ def spawn(
 def _interrupts_held() -> Iterator[None]:
     """Block SIGINT in the process started inside until it ignores the signal (`PipeChannel`).
 
-    Before it has a process group of its own, and while it imports torch, a Ctrl-C for the launcher must not kill it.
+    Before it has a separate process group, and while it imports torch, a Ctrl-C for the launcher must not kill it.
     """
     if sys.platform == "win32":
         yield
@@ -151,7 +151,7 @@ def send_line(child: Child, line: str) -> None:
 
 
 def _read(child: Child, inbox: Inbox) -> None:
-    """Queue the events of one process, then None. Runs in a thread of its own."""
+    """Queue the events of one process, then None. Runs in a separate thread."""
     assert child.process.stdout is not None
     with contextlib.suppress(ValueError):  # `end_all` closed it during the read
         for line in child.process.stdout:
@@ -181,7 +181,9 @@ def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[l
         if len(came) == 1:
             message = "stopping after this step and saving; press Ctrl-C again to exit at once"
             notice = (None, Notice(level="WARNING", message=message))
-            later = threading.Timer(2 * SIGNALS_TOGETHER_S, inbox.put, [notice])  # after that a second signal counts
+            later = threading.Timer(
+                2 * SIGNALS_TOGETHER_S, inbox.put, [notice]
+            )  # after that a second signal is handled
             later.daemon = True
             later.start()
         else:
@@ -215,7 +217,7 @@ def resume_stopped(process: subprocess.Popen[bytes]) -> None:
 
 
 def ask_to_stop(children: Iterable[Child]) -> None:
-    """Ask processes to save and exit."""
+    """Request that processes save and exit."""
     for child in children:
         send_line(child, STOP)
         resume_stopped(child.process)

@@ -8,8 +8,8 @@
     row, no progress                              ends if too few remain             with the server or the last worker
     a user error          the run ends            the run ends; a machine that       the worker is dropped; the run ends
                                                   joined later only leaves           with the server or the last worker
-    first Ctrl-C,         all save and exit       all save and exit; not on the      the server saves and tells the
-    SIGTERM, SIGHUP                               leader: this machine's only        workers to exit
+    first Ctrl-C,         all save and exit       all save and exit; not on the      the server saves and makes its
+    SIGTERM, SIGHUP                               leader: this machine's only        workers exit
     SIGSTOP of a worker   a warning               a warning
 
     The second Ctrl-C kills every process. One that has not exited GRACE_S after the end of the run is killed.
@@ -89,7 +89,7 @@ class Policy(ABC):
         return event
 
     def stop(self) -> None:
-        """Ask the processes to save and exit, at the user's first signal."""
+        """Request that the processes save and exit, at the user's first signal."""
         ask_to_stop(self.group)
 
     def on_exit(self, child: Child) -> None:  # noqa: B027
@@ -197,7 +197,9 @@ class Supervisor:
         """Add what only the launcher knows to the summary, in the event and in summary.json."""
         known["restarts"] = self.restarts
         if self.restarts:
-            known["wall_s"] = time.time() - self.outcome.started  # a restarted process knows its own time only
+            known["wall_s"] = (
+                time.time() - self.outcome.started
+            )  # a restarted process knows only the time since its restart
         if not known.items() <= summary.items():
             with contextlib.suppress(OSError):  # a full disk must not hide the result
                 write_summary(self.run_dir.summary, summary | known)
@@ -222,7 +224,7 @@ class Supervisor:
 
 
 def first_failure(children: Iterable[Child]) -> Child:
-    """Return the child that crashed first of its own error, else the first that lost a peer."""
+    """Return the child that was first to crash by itself, else the first that lost a peer."""
     return min(
         children, key=lambda child: (2 if not child.crashed else int(child.lost_peer), child.died or float("inf"))
     )

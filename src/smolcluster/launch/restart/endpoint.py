@@ -56,7 +56,7 @@ def _problem(client: MembershipClient, endpoint: tuple[str, int], timeout_s: flo
             "192.168.1.10"
         )
     return (
-        f"no answer from {where} in {timeout_s:g} s (cluster.join_timeout): {client.problem or 'timeout'}; start the same "
+        f"no response from {where} in {timeout_s:g} s (cluster.join_timeout): {client.problem or 'timeout'}; start the same "
         "command on that machine, with this address, and let the port through its firewall"
     )
 

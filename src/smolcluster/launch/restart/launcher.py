@@ -6,7 +6,8 @@ supervisor.py has the table of worker deaths. In addition:
     a machine joins        the workers save and restart with more, at most MAX
     too many restarts      the run fails; it can be resumed by hand
 
-One launcher on every machine starts that machine's workers; rendezvous.py decides who takes part. No launcher imports torch.
+One launcher on every machine starts that machine's workers; rendezvous.py decides which machines take part. No launcher imports
+torch.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import NoticesOnly, Sink
 
 SETTLE_S = 0.5  # after a worker lost a peer: time to find the peer that died
-REPORTS_S = 0.1  # time for reports of other launchers that are on their way
+REPORTS_S = 0.1  # time for reports of other launchers to arrive
 DRAIN_S = 60.0  # limit for workers to save and leave
 WAIT_FOR_WORKERS_S = 600.0  # limit for a run with fewer than MIN workers
 NOTICE_AFTER_S = 10.0  # before the launcher reports that it waits
-FAREWELL_S = 3.0  # limit for the other launchers to receive the end of the run
+END_REPORT_S = 3.0  # limit for the other launchers to receive the end of the run
 
 _PROCESS = "smolcluster.engine.process.warm_mesh"
 
@@ -66,7 +67,7 @@ def run_restarting(run: Prepared, elastic: ElasticRange, *, sinks: Sequence[Sink
 
 
 class RestartPolicy(Policy):
-    """Restart all ranks of this machine in rounds. The methods are in the order in which things happen."""
+    """Restart all ranks of this machine in rounds. The methods are in the order of a run."""
 
     def __init__(
         self,
@@ -91,11 +92,11 @@ class RestartPolicy(Policy):
         self.slots = [Slot(spec=spec) for spec in specs]  # each has a device, by its local rank
         self.warm: dict[int, Child] = {}  # by rank: started ahead, without a spec yet
         self.step = 0  # the latest logged here
-        self.begun = False  # the run may have checkpoints of its own
+        self.begun = False  # the run may have written checkpoints
         self.deaths = 0
         self.log_tail = ""  # log of the worker that died last
         self.port_sent = self.wait_noticed = False
-        self.drain_until: float | None = None  # deadline of workers that were asked to save and leave
+        self.drain_until: float | None = None  # deadline of workers that were requested to save and leave
         self.over = False
         self.failure: SmolclusterError | None = None
 
@@ -192,7 +193,7 @@ class RestartPolicy(Policy):
                 spec = replace(self.slots[0].spec, rank=rank)
                 self.warm[rank] = self.supervisor.start(spec, send_spec=False, standby=True)
 
-    # While a round lasts
+    # During a round
 
     def on_port(self, child: Child, port: int) -> None:
         if child in self.group:
@@ -250,7 +251,7 @@ class RestartPolicy(Policy):
                 send_line(child, json.dumps({"op": "port", "port": port}))
 
     def _others_left(self) -> bool:
-        """Return whether another machine broke the round, or asked for a new one and the drain here timed out."""
+        """Return whether another machine broke the round, or requested a new one and the drain here timed out."""
         found = self.rendezvous.broken()
         if found is not None and found.graceful and self.drain_until is None and not self.supervisor.stopping:
             super().stop()  # save and leave
@@ -259,7 +260,7 @@ class RestartPolicy(Policy):
         return abruptly or (self.drain_until is not None and time.monotonic() > self.drain_until)
 
     def _handle_death(self, failed: Child) -> None:
-        """Report this death to the other launchers and ask for the next round. Raises when the run cannot continue."""
+        """Report this death to the other launchers and request the next round. Raises when the run cannot continue."""
         summary = self.supervisor.outcome.summary
         if summary is not None and summary["status"] == "finished":
             return self._finish()  # it died after the last step
@@ -316,7 +317,7 @@ class RestartPolicy(Policy):
     def _announce_end(self, kind: str, message: str = "") -> None:
         """Report the end of the run to the other launchers and wait until they have left."""
         self.rendezvous.report(over={"kind": kind, "message": message.partition("\n")[0]})
-        deadline = time.monotonic() + FAREWELL_S
+        deadline = time.monotonic() + END_REPORT_S
         while len(self.rendezvous.launchers) > 1 and time.monotonic() < deadline:
             time.sleep(0.01)
 

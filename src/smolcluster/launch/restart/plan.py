@@ -106,11 +106,11 @@ def plan_world_sizes(config: Config, elastic: ElasticRange) -> tuple[dict[int, d
     command = [sys.executable, "-m", "smolcluster.planner.world_sizes"]
     done = subprocess.run(command, input=f"{question}\n", capture_output=True, text=True, check=False, **NEW_GROUP)
     try:
-        answer = json.loads(done.stdout.splitlines()[-1])
+        result = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         raise SmolclusterError(f"planning the world sizes failed: {done.stderr.strip()[-2000:]}") from None
-    if "error" in answer:
-        raise UserError(answer["error"])
-    found = {int(size): plan for size, plan in answer["plans"].items()}
+    if "error" in result:
+        raise UserError(result["error"])
+    found = {int(size): plan for size, plan in result["plans"].items()}
     refused = {size: plan["error"] for size, plan in found.items() if "error" in plan}
     return {size: plan["config"] for size, plan in found.items() if "config" in plan}, refused

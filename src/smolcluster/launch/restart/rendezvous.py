@@ -8,7 +8,7 @@ The machine of --rdzv-endpoint leads: it serves the heartbeat roster of all laun
 and has rank 0 and the run directory. Fields of a launcher's report:
 
     host, workers     its name, how many workers it offers
-    asks              the round it is ready for; a member that asks for the next has left the current one
+    asks              the round it is ready for; a member that requests the next has left the current one
     why               what ended the round there; `victim`: its worker only lost a peer elsewhere
     user_error        a user error there; `leaves`: interrupted by the user; `done`: its workers have finished
     plan, port        leader only: the current round; the port of its rank 0
@@ -30,7 +30,7 @@ from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.version import __version__
 
 SILENT_S = 6.0  # heartbeat timeout
-LAST_CALL_S = 3.0  # the first round waits so long for more machines once it has enough workers
+LAST_CALL_S = 3.0  # the first round waits this time for more machines once it has enough workers
 
 _ENDS: dict[str, type[SmolclusterError]] = {"user": UserError, "failed": WorkerFailed, "stopped": Interrupted}
 
@@ -62,7 +62,7 @@ class RunOver(Exception):
 
 
 def largest_world(sizes: Sequence[int], workers: int) -> int:
-    """Return the largest of the world sizes that so many workers can fill; 0 for none."""
+    """Return the largest world size that this many workers can fill; 0 for none."""
     return max((size for size in sizes if size <= workers), default=0)
 
 
@@ -95,7 +95,7 @@ def next_round(
 
 @dataclass(frozen=True, slots=True)
 class RoundBroken:
-    """Why a launcher whose own workers are healthy should leave the round. `graceful`: they can save first."""
+    """Why a launcher with healthy workers should leave the round. `graceful`: they can save first."""
 
     why: str
     graceful: bool
@@ -141,7 +141,7 @@ class Rendezvous:
         self.current = RoundPlan()
         self.leads, self.sizes = leads, sizes
         self._client = client
-        self._asked_at: float | None = None  # when the next round was first asked for
+        self._requested_at: float | None = None  # when the next round was first requested
         self._enough_at: float | None = None  # when there were enough workers for it
         self._mine: Fields = {"host": host, "workers": workers, "leads": leads, "asks": 0, "version": __version__}
         self.report()
@@ -178,20 +178,20 @@ class Rendezvous:
     @property
     def waited_s(self) -> float:
         """Return how long this launcher has been waiting for the next round."""
-        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+        return 0.0 if self._requested_at is None else time.monotonic() - self._requested_at
 
     def begins(self, make: Callable[[], dict[str, Any]], *, timeout_s: float) -> bool:
-        """Ask for the next round. Return whether it begins. `make` returns the leader's run_dir and resume for it.
+        """Request the next round. Return whether it begins. `make` returns the leader's run_dir and resume for it.
 
         Raises `RunOver` when the run has ended, WorkerFailed when too few workers join `timeout_s`.
         """
-        self._asked_at = self._asked_at or time.monotonic()
+        self._requested_at = self._requested_at or time.monotonic()
         self.check()
         if self._leader() and self._mine["asks"] <= self.current.number:
             self._check_version()
             self.report(asks=self.current.number + 1)
         if self._lead(make) if self.leads else self._follow():
-            self._asked_at = self._enough_at = None
+            self._requested_at = self._enough_at = None
             self.report(why=None, victim=False)
             return True
         if self.leads and self.waited_s > timeout_s:
@@ -223,7 +223,7 @@ class Rendezvous:
         plan = self._leader().get("plan")
         return self.current if not plan or plan["number"] <= self.current.number else RoundPlan(**plan)
 
-    # While it lasts
+    # During a round
 
     def broken(self) -> RoundBroken | None:
         self.check()

@@ -44,11 +44,11 @@ from smolcluster.web.guard import (
     Receive,
     Scope,
     Send,
-    answer,
     equal,
     hardened,
+    send_response,
 )
-from smolcluster.web.pages import static_answer, static_files
+from smolcluster.web.pages import static_files, static_response
 from smolcluster.web.streams import WRITE_S, event_stream, while_connected
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 STATIC = Path(__file__).parents[1] / "static"
-DRAIN_S = 1.0  # for running responses, when the server stops; less than the shutdown timeout in HttpLimits
+DRAIN_S = 1.0  # for running responses, when the server stops; less than HttpLimits.shutdown_s
 POLL_S = 0.1  # polling interval of /events
 KEEP_ALIVE_S = 15.0  # keep-alive interval of /events: only writing detects a vanished viewer
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response
@@ -146,7 +146,7 @@ class Api:
                 await tracked_send({"type": "http.response.body", "body": _events_of([body])})
             else:
                 headers = {"retry-after": "5", "connection": "close"}
-                await answer(503, kind, body, headers=headers, send=hardened(tracked_send))
+                await send_response(503, kind, body, headers=headers, send=hardened(tracked_send))
         finally:
             self.service.metrics.requests[route_of(scope["path"]), status] += 1
 
@@ -348,7 +348,7 @@ class Api:
         return response
 
     async def _static(self, request: Request) -> Response:
-        return static_answer(self._files, request) or _not_found(request, None)
+        return static_response(self._files, request) or _not_found(request, None)
 
 
 # Streams

@@ -74,10 +74,10 @@ class LocalContributions(Exchanging[LocalStepsT]):
         for mine in late:
             if mine.samples and not self._streaming.streams:
                 tensors = zip(self._fragmented.places(mine.slot), self._fragmented.contributed(mine.slot), strict=True)
-                self._late.put(dict(tensors), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
+                self._late.put(dict(tensors), samples=mine.samples, weight=mine.weight, loss=mine.host_loss)
             elif mine.samples:  # the contribution is still in the weights
                 self._late.not_committed()
-                self._late.put(self._return_to_anchor(), samples=mine.samples, weight=mine.weight, loss=mine.said_loss)
+                self._late.put(self._return_to_anchor(), samples=mine.samples, weight=mine.weight, loss=mine.host_loss)
         self._late.not_committed()
 
     def _return_to_anchor(self) -> dict[int, Tensor]:
@@ -91,7 +91,7 @@ class LocalContributions(Exchanging[LocalStepsT]):
     @torch.no_grad()
     def contribute_late(self, mine: Contribution) -> None:
         late = self._late
-        mine.samples, mine.weight, mine.said_loss = late.samples, late.weight, late.loss
+        mine.samples, mine.weight, mine.host_loss = late.samples, late.weight, late.loss
         places = self._fragmented.places(mine.slot)
         self._put_gradients(places, [self._anchor[place] - self.replica.parameters[place] for place in places])
         self._clipped(rounds=late.rounds)

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from smolcluster.comm.group import Group, gather_json, share_of
 from smolcluster.comm.mesh.torch_traffic import EngineTraffic
-from smolcluster.comm.sharded import copies, gradient, whole
+from smolcluster.comm.sharded import copies, full_tensor, gradient
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.config.options import ShardOptions
@@ -260,7 +260,7 @@ class Parallel(PartialState[OptionsT]):
         sums = torch.zeros(2 + self.mesh_axes.dp, dtype=torch.float64, device=group.device)
         sums[0] = self._squares()
         sums[1] = float(self.context.stop_requested())
-        sums[mine] = whole(loss) / self.mesh_axes.tp
+        sums[mine] = full_tensor(loss) / self.mesh_axes.tp
         group.all_reduce(sums).wait()
         sums = sums.to(self.context.device)
         return sums[mine], sums[0].sqrt(), self._stop.read(sums[1:2].float())
@@ -304,7 +304,7 @@ class Parallel(PartialState[OptionsT]):
                 if self._sequence_shards is None
                 else self._sequence_shards.metrics(model, part)
             )
-            return {name: whole(value) for name, value in metrics.items()}
+            return {name: full_tensor(value) for name, value in metrics.items()}
 
     @property
     def share(self) -> Share:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smolcluster.comm.group import Group, collect_tensors
 from smolcluster.comm.mesh.torch_traffic import EngineTraffic
-from smolcluster.comm.sharded import axes_of, box_name, has_first, like, local, part_of, place, whole
+from smolcluster.comm.sharded import axes_of, box_name, full_tensor, has_first, like, local, part_of, place
 from smolcluster.parallel.exchange import GradientExchange
 from smolcluster.parallel.pipe import Pipe
 from smolcluster.parallel.stages import COPY
@@ -92,7 +92,7 @@ class PartialState(Strategy[OptionsT]):
         found = {}
         for name, tensor in tensors.items():
             with self._traffic.counted():
-                full = whole(tensor)
+                full = full_tensor(tensor)
             plain = name.partition("/")[2] if prefixed else name
             if self.coords["tp"] == 0 and not name.endswith(COPY) and self._shard_saves(parameters[plain]):
                 found[name] = self._fusions.restored(plain, full)

@@ -167,7 +167,7 @@ def test_another_length_or_type_is_refused(variant):
     payload = encode(codec, tensor)
     longer = [] if codec.bounded else [torch.cat([payload, payload[:1]])]  # what follows may be the next tensor's
     for wrong in (payload.float(), payload.view(1, -1), payload[:-1], payload[:0], *longer):
-        with pytest.raises(CodecError, match=r"is not a \w+ payload of shape \(40, 30\)|it has \d+ (bytes|places)"):
+        with pytest.raises(CodecError, match=r"is not a \w+ payload of shape \(40, 30\)|it has \d+ (bytes|positions)"):
             codec.decode(wrong, tensor)
 
 
@@ -282,8 +282,8 @@ def test_impossible_places_are_refused():
     for change, says in (
         ((0, 4), "not increasing"),  # 4, 4, 600
         ((0, 5), "not increasing"),
-        ((3, 0xFF), "8 places where 3 belong"),
-        ((3, 0), "0 places where 3 belong"),
+        ((3, 0xFF), "8 positions, expected 3"),
+        ((3, 0), "0 positions, expected 3"),
         ((3, 0b1000_0011), "not below 1000"),  # the last place's rest is beyond the end
     ):
         bad = data.copy()

@@ -19,10 +19,10 @@ from tests.unit.comm.ranks import SECONDS, at_once
 from smolcluster.comm.elastic.collectives import peers as peers_module
 from smolcluster.comm.elastic.collectives import schedule
 from smolcluster.comm.elastic.collectives.group import ElasticGroup
-from smolcluster.comm.elastic.collectives.operations import FAR_AHEAD
+from smolcluster.comm.elastic.collectives.operations import MAX_AHEAD
 from smolcluster.comm.elastic.collectives.peers import Peers
 from smolcluster.comm.elastic.collectives.state_transfer import state_messages
-from smolcluster.comm.elastic.membership.proofs import PairKeys, proof, read_keys
+from smolcluster.comm.elastic.membership.pairwise_keys import PairwiseKeys, member_mac, parse_keys
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.elastic.transport.connection import TcpLink
 from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
@@ -734,7 +734,7 @@ HOSTILE = {
     "no such piece": [chunk(0, 12, 1000)],
     "copied instead of added": [chunk(0, 1, 1000)],
     "twice": [chunk(0, 0, 1000), chunk(0, 0, 1000)],
-    "far in the future": [chunk(2 + FAR_AHEAD, 0, 1000)],
+    "far in the future": [chunk(2 + MAX_AHEAD, 0, 1000)],
     "too large": [chunk(1, 0, schedule.MAX_PIECE_BYTES // 4 + 1)],
     "empty": [chunk(1, 0, 0)],
     "more than is kept": [chunk(1, i, 100_000) for i in range(5)],
@@ -823,10 +823,10 @@ class Impostor(Hostile):
         self.got.append(message.kind)
 
 
-def form_with_keys(world: World, view: View, keys: PairKeys, *members: ViewMember) -> list[ElasticGroup]:
+def form_with_keys(world: World, view: View, keys: PairwiseKeys, *members: ViewMember) -> list[ElasticGroup]:
     instances = [member.instance for member in view.members]
     return [
-        world.peers[member.instance].form(view, read_keys(keys.of(member.instance, instances)))
+        world.peers[member.instance].form(view, parse_keys(keys.of(member.instance, instances)))
         for member in members or view.members
     ]
 
@@ -844,14 +844,14 @@ def assert_sums(groups: list[ElasticGroup]) -> None:
 def test_members_that_prove_who_they_are_sum(world: World) -> None:
     """Also those whose links were made under a coordinator that has been restarted since, and has other keys."""
     members = [world.add(rank, proven=True) for rank in range(4)]
-    assert_sums(form_with_keys(world, View(1, 0, tuple(members[:3])), PairKeys()))
-    assert_sums(form_with_keys(world, View(2, 0, tuple(members)), PairKeys()))
-    assert_sums(form_with_keys(world, View(3, 0, tuple(members[1:])), PairKeys()))
+    assert_sums(form_with_keys(world, View(1, 0, tuple(members[:3])), PairwiseKeys()))
+    assert_sums(form_with_keys(world, View(2, 0, tuple(members)), PairwiseKeys()))
+    assert_sums(form_with_keys(world, View(3, 0, tuple(members[1:])), PairwiseKeys()))
 
 
 def test_members_that_receive_new_keys_at_different_times_sum(world: World) -> None:
     a, b = (world.add(rank, proven=True) for rank in range(2))
-    before, after = PairKeys(), PairKeys()
+    before, after = PairwiseKeys(), PairwiseKeys()
     form_with_keys(world, View(1, 0, (a, b)), before, a)
     first = form_with_keys(world, View(2, 0, (a, b)), after, b)
     assert_sums([*form_with_keys(world, View(2, 0, (a, b)), after, a), *first])
@@ -860,12 +860,12 @@ def test_members_that_receive_new_keys_at_different_times_sum(world: World) -> N
 def test_a_key_that_is_learned_before_its_view_is_used_in_that_view_only(world: World) -> None:
     """A link proved with it in the view before would be used without my own proof, and the peer would wait for it."""
     a, b = (world.add(rank, proven=True) for rank in range(2))
-    keys, peers = PairKeys(), world.peers[b.instance]
-    known = read_keys(keys.of(b.instance, ["another member"]))
+    keys, peers = PairwiseKeys(), world.peers[b.instance]
+    known = parse_keys(keys.of(b.instance, ["another member"]))
     peers.form(View(1, 0, (b,)), known)
     world.peers[a.instance].form(View(2, 0, (a, b)), {})  # it dials, and has no key to prove anything with yet
     eventually(lambda: bool(peers._unproven))
-    known |= read_keys(keys.of(b.instance, [a.instance]))
+    known |= parse_keys(keys.of(b.instance, [a.instance]))
     (first,) = form_with_keys(world, View(3, 0, (a, b)), keys, a)
     eventually(lambda: all(said is not None for said in peers._unproven.values()))
     assert_sums([first, peers.form(View(3, 0, (a, b)), known)])
@@ -884,7 +884,7 @@ IMPOSTURES = {
 @pytest.mark.parametrize("messages", IMPOSTURES.values(), ids=IMPOSTURES)
 def test_to_know_an_instance_is_not_enough_to_be_that_member(world: World, messages: list[Message]) -> None:
     a, b = (world.add(rank, proven=True) for rank in range(2))
-    view, keys = View(1, 0, (a, b)), PairKeys()
+    view, keys = View(1, 0, (a, b)), PairwiseKeys()
     impostor = Impostor(world, 1)
     (first,) = form_with_keys(world, view, keys, a)
     impostor.transport.dial(a.address, impostor)
@@ -900,8 +900,8 @@ def test_to_know_an_instance_is_not_enough_to_be_that_member(world: World, messa
 def test_a_proof_is_refused_on_another_link(world: World) -> None:
     """Not even to somebody to whom it was sent."""
     a, b = (world.add(rank, proven=True) for rank in range(2))
-    keys = read_keys(PairKeys().of(a.instance, [b.instance]))
-    said = proof(keys[b.instance], binding=b"another link", instance=b.instance)
+    keys = parse_keys(PairwiseKeys().of(a.instance, [b.instance]))
+    said = member_mac(keys[b.instance], binding=b"another link", instance=b.instance)
     impostor = Impostor(world, 1)
     world.peers[a.instance].form(View(1, 0, (a, b)), keys)
     impostor.transport.dial(a.address, impostor)
@@ -913,7 +913,7 @@ def test_a_proof_is_refused_on_another_link(world: World) -> None:
 def test_a_member_that_is_busy_in_the_last_view_is_not_reported(world: World) -> None:
     """It is connected, and proves who it is when it forms the view."""
     a, b = (world.add(rank, proven=True, connect_s=0.1) for rank in range(2))
-    view, keys, peers = View(1, 0, (a, b)), PairKeys(), world.peers[a.instance]
+    view, keys, peers = View(1, 0, (a, b)), PairwiseKeys(), world.peers[a.instance]
     (first,) = form_with_keys(world, view, keys, a)
     eventually(lambda: bool(peers._unproven))
     checked = threading.Event()

@@ -17,7 +17,7 @@ from smolcluster.comm.elastic.collectives.packed_tensors import PackedTensors
 from smolcluster.comm.elastic.membership.mailbox import Mailbox, Payload, Received
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.api import Link
-from smolcluster.comm.elastic.transport.frames import NotWanted
+from smolcluster.comm.elastic.transport.frames import UnexpectedPayload
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
 from smolcluster.engine.elastic.gradient_gate import MAX_REJECTIONS_OF_MEMBER, GradientGate
 from smolcluster.engine.elastic.server_side import ServerSide, share_out, smoothed
@@ -206,14 +206,14 @@ def test_packed_tensors_come_back(codec: str, bucket_bytes: int) -> None:
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
 def test_a_tensor_that_is_too_large_for_one_payload_travels_in_slices(codec: str) -> None:
-    layout, most_bytes = [("a", (3,)), ("large", (300, 100)), ("b", (5,))], 30_000
+    layout, max_bytes = [("a", (3,)), ("large", (300, 100)), ("b", (5,))], 30_000
     tensors = {name: torch.randn(shape) for name, shape in layout}
-    packed = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=10**6, most_bytes=most_bytes)
+    packed = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=10**6, max_bytes=max_bytes)
     out = {name: torch.full(shape, math.nan) for name, shape in layout}
     assert packed.names == ["a", "large", "b"]
     payloads = list(packed.encode(tensors, key=3))
     assert [tuple(p.shape) for _, p in payloads] == [p.shape for p in packed.payloads()]
-    assert max(p.nbytes for _, p in payloads) <= most_bytes < packed.nbytes
+    assert max(p.nbytes for _, p in payloads) <= max_bytes < packed.nbytes
     for channel, payload in payloads:
         packed.decode(channel, payload, out)
     whole = PackedTensors(layout, codec=make_codec(codec), bucket_bytes=10**6)
@@ -269,10 +269,10 @@ def test_a_whole_model_may_come_while_the_reader_is_busy() -> None:
 
 def test_a_whole_state_may_come_while_the_reader_is_busy() -> None:
     mailbox = Mailbox(unread_bytes=150)
-    mailbox.allow(Kind.STATE, most_bytes=800)
+    mailbox.allow(Kind.STATE, max_bytes=800)
     for channel in range(8):
         deliver(mailbox, Kind.STATE, channel=channel)
-    with pytest.raises(NotWanted, match="STATE of step 7: 900 unread bytes with it, the limit is 800"):
+    with pytest.raises(UnexpectedPayload, match="STATE of step 7: 900 unread bytes with it, the limit is 800"):
         deliver(mailbox, Kind.STATE)
     mailbox.get(0)
     deliver(mailbox, Kind.STATE)
@@ -283,7 +283,7 @@ def test_more_than_a_few_of_each_is_refused_and_the_reason_told() -> None:
     mailbox.expect(Kind.PUSH, [Payload(torch.uint8, (100,))])
     for _ in range(4):
         deliver(mailbox, Kind.PUSH)
-    with pytest.raises(NotWanted, match="500 unread bytes with it, the limit is 400"):
+    with pytest.raises(UnexpectedPayload, match="500 unread bytes with it, the limit is 400"):
         deliver(mailbox, Kind.PUSH)
 
 
@@ -297,8 +297,8 @@ def test_every_member_may_push_while_the_server_is_busy() -> None:
         roster.welcome(member)
     for _ in range(12):
         deliver(mailbox, Kind.PUSH)
-    with pytest.raises(NotWanted, match="the limit is 1200"):
+    with pytest.raises(UnexpectedPayload, match="the limit is 1200"):
         deliver(mailbox, Kind.PUSH)
     roster.evict(members[0], "slow")
-    with pytest.raises(NotWanted, match="the limit is 800"):
+    with pytest.raises(UnexpectedPayload, match="the limit is 800"):
         deliver(mailbox, Kind.PUSH)

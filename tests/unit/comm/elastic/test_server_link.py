@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from smolcluster.comm.elastic.membership.mailbox import Mailbox
-from smolcluster.comm.elastic.membership.server_link import BESIDE, ServerLink
+from smolcluster.comm.elastic.membership.server_link import BULK_QUEUED, ServerLink
 from smolcluster.comm.elastic.transport.api import Link, Transport
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.group import PeerLost
@@ -50,12 +50,12 @@ def state(count: int) -> list[Message]:
 
 def test_a_message_goes_before_the_rest_of_a_state() -> None:
     server_link, link = linked()
-    server_link.send_beside(state(10))
-    assert len(link.sent) == BESIDE
+    server_link.send_bulk(state(10))
+    assert len(link.sent) == BULK_QUEUED
     server_link.send(Kind.DONE, step=7)
     while link.leaving:
         link.leaving.pop(0)(True)
-    assert [message.kind for message in link.sent].index(Kind.DONE) == BESIDE
+    assert [message.kind for message in link.sent].index(Kind.DONE) == BULK_QUEUED
     assert [message.step for message in link.sent if message.kind is Kind.STATE] == list(range(10))
 
 
@@ -73,7 +73,7 @@ def test_parts_of_a_state_keep_their_order_between_threads() -> None:
     thread.start()
     messages = state(3000)
     for start in range(0, 3000, 3):
-        server_link.send_beside(messages[start : start + 3])
+        server_link.send_bulk(messages[start : start + 3])
     over.set()
     thread.join()
     assert [message.step for message in link.sent] == list(range(3000))
@@ -81,7 +81,7 @@ def test_parts_of_a_state_keep_their_order_between_threads() -> None:
 
 def test_a_worker_that_leaves_sends_the_rest_first() -> None:
     server_link, link = linked()
-    server_link.send_beside(state(10))
+    server_link.send_bulk(state(10))
     server_link.close()
     assert [message.step for message in link.sent] == list(range(10))
 

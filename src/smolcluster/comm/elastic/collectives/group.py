@@ -132,7 +132,7 @@ class ElasticGroup(Group):
         )
 
     def abort(self, error: Exception) -> None:
-        """Make every `wait` of all groups of the view raise this, now and later. From any thread."""
+        """Make every `wait` of all groups of the view raise this, now and later. Thread-safe."""
         self._exchange.abort(error)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ called; any number may run at once. It exchanges CHUNK messages:
     epoch     of the view; chunks of other views are handled by `peers.py`
     step      the operation's number: each rank counts its calls, and all ranks make the same calls in the same order
     channel   2 x the piece's index in the plan, + 1 if the receiver copies it, + 0 if it adds it
-    meta      {} in the whole group. {"group": "1.0"}: the first sub-group of the second sub-group, with a count of its own.
+    meta      {} in the full group. {"group": "1.0"}: the first sub-group of the second sub-group, with a separate count.
               {"tag": 3}: a `send`; its number counts the sends from that rank with that tag
 
 A piece to copy is received straight into the tensor; a piece to add is received into a staging buffer, added while it is
@@ -38,16 +38,16 @@ from smolcluster.comm.elastic.transport.payloads import DTYPES
 from smolcluster.comm.group import PeerLost, Traffic
 from smolcluster.comm.view import View
 
-WAITING_S = 1.0  # a `wait` reports every so often that it waits
-FAR_AHEAD = 4096  # operations by which a peer may be ahead of us
+WAITING_S = 1.0  # interval at which a `wait` reports that it waits
+MAX_AHEAD = 4096  # operations by which a peer may be ahead of us
 _PATH = re.compile(r"\d{1,6}(\.\d{1,6}){0,7}")
 _SMALL_TORCH_ADD = 16_384  # elements: torch uses its thread pool for more
 
 
 class Key(NamedTuple):
-    """Identifies the operation of a chunk."""
+    """The key of the operation that a chunk belongs to."""
 
-    path: str  # of the sub-group; empty: the whole group
+    path: str  # of the sub-group; empty: the full group
     tag: int | None  # None: a collective
     source: int  # of a send; -1: a collective
     number: int
@@ -164,7 +164,7 @@ class Exchange:
 
     def _may_come(self, key: Key) -> bool:
         """Return whether this operation has not been called here yet, but may be soon."""
-        return 0 <= key.number - self._started.get((key.path, key.tag, key.source), 0) < FAR_AHEAD
+        return 0 <= key.number - self._started.get((key.path, key.tag, key.source), 0) < MAX_AHEAD
 
     def _keep(self, key: Key, link: Link, source: int, channel: int, tensor: Tensor) -> None:
         """Keep a chunk until its operation is called, or take it if it was called meanwhile."""
@@ -339,7 +339,7 @@ class Operation:
             self._check_finished()
 
     def _received(self, piece: _Piece) -> None:
-        """Go on after the current act."""
+        """Continue after the current act."""
         self._traffic.add(0, (piece.stop - piece.start) * self._flat.itemsize)
         piece.at += 1
         self._go_on(piece)
@@ -403,7 +403,7 @@ class Operation:
 
 
 def _cut(plan: Plan, ranks: Sequence[int], *, itemsize: int) -> list[_Piece]:
-    """Return the pieces of a plan, numbered alike on every rank, with peers as view indices."""
+    """Return the pieces of a plan, numbered equally on every rank, with peers as view indices."""
     pieces: list[_Piece] = []
     for chain in plan:
         acts = tuple(Act(act.verb, ranks[act.peer]) for act in chain.acts)

@@ -1,7 +1,7 @@
 """Pack a list of tensors into buckets, encode each as one payload, and decode it on the other side.
 
 Both sides make the same `PackedTensors` from the same model, so only encoded values are sent, and the receiver knows every
-payload's size. One bucket is sent while the next is being encoded. A tensor larger than `most_bytes` is split into slices.
+payload's size. One bucket is sent while the next is being encoded. A tensor larger than `max_bytes` is split into slices.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class PackedTensors:
         *,
         codec: Codec,
         bucket_bytes: int,
-        most_bytes: int = MAX_BYTES,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`most_bytes`: of a payload; larger tensors are split."""
+        """`max_bytes`: of a payload; larger tensors are split."""
         self.codec = codec
         self.names = [name for name, _ in layout]
-        entries = [e for name, shape in layout for e in _entries(name, shape, codec=codec, most_bytes=most_bytes)]
+        entries = [e for name, shape in layout for e in _entries(name, shape, codec=codec, max_bytes=max_bytes)]
         sizes = [4 * math.prod(entry.shape) for entry in entries]
-        self._parts = [entries[i:j] for i, j in _cut(sizes, min(bucket_bytes, most_bytes))]
+        self._parts = [entries[i:j] for i, j in _cut(sizes, min(bucket_bytes, max_bytes))]
         self._packers = [Packer([(entry.label, entry.shape) for entry in part], codec) for part in self._parts]
 
     def __len__(self) -> int:
@@ -81,17 +81,17 @@ class PackedTensors:
         self._packers[channel].decode(payload, [entry.of(out) for entry in self._parts[channel]], padded=True)
 
 
-def _entries(name: str, shape: tuple[int, ...], *, codec: Codec, most_bytes: int) -> list[_Entry]:
-    """Return the whole tensor, or slices of it if its payload would exceed `most_bytes`."""
-    if codec.nbytes(torch.Size(shape)) <= most_bytes:
+def _entries(name: str, shape: tuple[int, ...], *, codec: Codec, max_bytes: int) -> list[_Entry]:
+    """Return the full tensor, or slices of it if its payload would exceed `max_bytes`."""
+    if codec.nbytes(torch.Size(shape)) <= max_bytes:
         return [_Entry(name, shape)]
-    length, elements = max(ROUND, most_bytes // 5 // ROUND * ROUND), math.prod(shape)
+    length, elements = max(ROUND, max_bytes // 5 // ROUND * ROUND), math.prod(shape)
     spans = [slice(start, min(start + length, elements)) for start in range(0, elements, length)]
     return [_Entry(name, (span.stop - span.start,), span) for span in spans]
 
 
 def _cut(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Return consecutive runs (start, stop) of at most `limit` bytes; a larger entry is a run of its own."""
+    """Return consecutive runs (start, stop) of at most `limit` bytes; a larger entry is a separate run."""
     runs, start, filled = [], 0, 0
     for i, size in enumerate(sizes):
         if i > start and filled + size > limit:

@@ -80,7 +80,7 @@ class PeerLinks:
     """All links between members, and receive memory."""
 
     def __init__(self, transport: Transport, *, limit_bytes: int, chunks_left: Callable[[], None]) -> None:
-        """`chunks_left`: called when a link has sent its last chunk; `chunks_leave` tells whether others have any."""
+        """`chunks_left`: called when a link has sent its last chunk; `chunks_leave` returns whether others have any."""
         self._transport, self._chunks_left = transport, chunks_left
         self._queues: dict[str, _MemberQueue] = {}  # by instance
         self._numbers = itertools.count()
@@ -90,7 +90,7 @@ class PeerLinks:
         self._sink = torch.empty(MAX_PIECE_BYTES, dtype=torch.uint8)
 
     def soon(self, callback: Callable[[], None]) -> None:
-        """Run this on the transport's thread, in the order of the calls. From any thread."""
+        """Run this on the transport's thread, in the order of the calls. Thread-safe."""
         self._calls.append(callback)
         self._transport.call_later(0, self._call)
 

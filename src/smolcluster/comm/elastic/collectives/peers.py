@@ -4,15 +4,15 @@ Two members have a link if they exchange something: neighbours in the view's rin
 operation that needs it. The member with the lower index in the view dials; the other one does too after `DIAL_S`. Links outlive
 views; `form` closes those of former members and makes the view's group.
 
-    MEMBER                        proof of which member the peer is, with a key of the view (`proofs.py`); until then nothing is
-                                  sent to the peer and no other message accepted
+    MEMBER                        a MAC that proves which member the peer is, with a key of the view (`pairwise_keys.py`); until
+                                  then nothing is sent to the peer and no other message accepted
     CHUNK of this view's epoch    passed to the view's operations
     CHUNK of an older epoch       received, dropped and counted: its sender has not received this view yet
     CHUNK of a newer epoch        kept, within `limit_bytes`, until `form` is called for that view
     STATE                         weights and optimizer state from one member to another (`state_transfer.py`)
     anything else                 ends the link
 
-A lost link raises no error by itself. `on_lost` reports the member that cannot be reached, and the coordinator decides.
+A lost link does not raise an error. `on_lost` reports the member that cannot be reached, and the coordinator decides.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from smolcluster.comm.elastic.collectives.group import ElasticGroup
 from smolcluster.comm.elastic.collectives.operations import Destination, Exchange, keep, key_of
 from smolcluster.comm.elastic.collectives.peer_links import PeerLinks, nothing
 from smolcluster.comm.elastic.collectives.state_transfer import IncomingState, state_messages
-from smolcluster.comm.elastic.membership.proofs import is_proven, proof
+from smolcluster.comm.elastic.membership.pairwise_keys import is_valid_mac, member_mac
 from smolcluster.comm.elastic.transport.api import LEFT, Dialer, Head, Kind, Link, Message, Transport
 from smolcluster.comm.group import PeerLost
 from smolcluster.comm.view import View, ViewChanged, ViewMember
 
 log = logging.getLogger(__name__)
 
-DIAL_S = 1.0  # the member with the higher index dials after so long: the other one may still be computing
+DIAL_S = 1.0  # then the member with the higher index dials, too: the other one may still be computing
 SETTLE_S = 5.0  # for pieces that are partly sent or received when the view changes
 STATE_ORDER = 1 << 62  # after every operation
 
@@ -69,8 +69,8 @@ class Peers:
         """`limit_bytes`: memory for early chunks; beyond it the link is closed. A rank that is ahead sends 1/n of each tensor
         it sums, so G/n is enough for G bytes of gradients in flight.
 
-        `timeout_s`: `wait` raises after so long without any chunk sent or received; infinite: never. `connect_s`: a member
-        without a link for so long is reported to `on_lost`. `proven`: peers must prove which member they are, with the keys
+        `timeout_s`: `wait` raises after this time without any chunk sent or received; infinite: never. `connect_s`: a member
+        without a link for this time is reported to `on_lost`. `proven`: peers must prove which member they are, with the keys
         passed to `form`.
         """
         self.dropped_chunks = 0  # of older views
@@ -87,7 +87,7 @@ class Peers:
         self._proven = proven
         self._keys: Mapping[str, bytes] = {}  # by instance
         self._unproven: dict[Link, Message | None] = {}  # unproven links, and their MEMBER message
-        self._shown: dict[Link, bytes] = {}  # the key of the proof that was sent
+        self._shown: dict[Link, bytes] = {}  # the key of the MAC that was sent
         self._destinations: dict[Link, Destination] = {}
         self._ahead: list[tuple[Link, Head, Tensor]] = []  # chunks of later views
         self._settling: _Settling | None = None
@@ -166,7 +166,7 @@ class Peers:
     def place(self, link: Link, head: Head) -> Tensor | None:
         destination = None
         if link in self._unproven:
-            log.warning("refused %s from %s before its proof of membership", head.kind.name, link.peer.name)
+            log.warning("refused %s from %s before its membership was verified", head.kind.name, link.peer.name)
             return None
         if head.kind is Kind.CHUNK:
             destination = self._place_chunk(link, head)
@@ -185,7 +185,7 @@ class Peers:
                 self._unproven[link] = message
                 self._check(link)
         elif link in self._unproven:
-            link.close(f"{message.kind.name} before the proof of membership")
+            link.close(f"{message.kind.name} before membership was verified")
         elif destination is not None:
             destination.arrived()
             self._settle(link)
@@ -232,25 +232,25 @@ class Peers:
     # Proofs
 
     def _show(self, link: Link) -> None:
-        """Send our proof of membership, once per key."""
+        """Send the MAC that proves membership, once per key."""
         key = self._keys.get(link.peer.instance)
         if key is not None and self._shown.get(link) != key:
             self._shown[link] = key
-            own = proof(key, binding=link.binding, instance=self._transport.me.instance)
+            mac = member_mac(key, binding=link.binding, instance=self._transport.me.instance)
             epoch = 0 if self._exchange is None else self._exchange.view.epoch
-            link.send(Message(kind=Kind.MEMBER, epoch=epoch, meta={"proof": own}))
+            link.send(Message(kind=Kind.MEMBER, epoch=epoch, meta={"proof": mac}))
 
     def _check(self, link: Link) -> None:
-        """Use a link if its peer's proof is valid. A peer in another view may have another key; it sends a new proof there."""
+        """Use a link if its peer's MAC is valid. A peer in another view may have another key; it sends a new MAC there."""
         message, instance = self._unproven[link], link.peer.instance
         key, exchange = self._keys.get(instance), self._exchange
         if message is None or key is None or exchange is None:
             return
-        if is_proven(message.meta.get("proof"), key, binding=link.binding, instance=instance):
+        if is_valid_mac(message.meta.get("proof"), key, binding=link.binding, instance=instance):
             del self._unproven[link]
             self._links.add(link)
         elif message.epoch == exchange.view.epoch:
-            link.close(f"invalid proof of membership for {link.peer.name}")
+            link.close(f"invalid membership MAC for {link.peer.name}")
 
     # Chunks
 
@@ -385,13 +385,13 @@ class Peers:
         if dialer is not None:
             dialer.close()
 
-    def answered(self, member: ViewMember, link: Link) -> None:
+    def on_linked(self, member: ViewMember, link: Link) -> None:
         """Handle a link to a member's address, which may have been taken over by another process."""
         if link.peer.instance == member.instance:
             self.linked(link)
         else:
             self._hang_up(member.instance)
-            link.close(f"dialled {member.name}, but another process answered")
+            link.close(f"dialled {member.name}, but another process accepted the connection")
             self._lost(member, "another process has its address")
 
     def _connected_to(self, member: ViewMember) -> bool:
@@ -402,7 +402,7 @@ class Peers:
     def _check_later(self, place: int) -> None:
         """Report the member if it is not connected within `connect_s`.
 
-        Another process at its address is reported by the member that dials (see `answered`).
+        Another process at its address is reported by the member that dials (see `on_linked`).
         """
         exchange = self._exchange
         assert exchange is not None
@@ -438,14 +438,14 @@ class Peers:
 
 
 class _Dialled:
-    """The handler of a link that we dialled, which knows the member that should answer."""
+    """The handler of a link that we dialled, which knows the member that should be there."""
 
     def __init__(self, peers: Peers, member: ViewMember) -> None:
         self._peers, self._member = peers, member
         self.place, self.received, self.refused = peers.place, peers.received, peers.refused
 
     def linked(self, link: Link) -> None:
-        self._peers.answered(self._member, link)
+        self._peers.on_linked(self._member, link)
 
     def unlinked(self, link: Link, reason: str) -> None:
         if link.peer.instance == self._member.instance:

@@ -1,6 +1,6 @@
 """Plans of collectives: data made by pure functions. `operations.py` runs them.
 
-A plan is one rank's part. It has a `Chain` for each span of the tensor: the acts of this rank on that span, in order. Chains
+A plan is what one rank does. It has a `Chain` for each span of the tensor: the acts of this rank on that span, in order. Chains
 are independent of each other, and so are the pieces into which a span is cut: a piece is forwarded as soon as it was added,
 while the next one is being received.
 
@@ -28,7 +28,7 @@ HOP_S = 250e-6
 MESSAGE_S = 50e-6
 LINE_S_PER_BYTE = 8 / 300e6
 
-# Pieces: small enough to pipeline a span, large enough that handling one costs little beside sending it.
+# Pieces: small enough to pipeline a span, large enough that handling one costs little compared with sending it.
 PIECES_PER_SPAN = 4
 MIN_PIECE_BYTES = 128 << 10
 MAX_PIECE_BYTES = 512 << 10
@@ -75,7 +75,7 @@ def ring_plan(n: int, rank: int, elements: int) -> Plan:
 
 
 def tree_plan(n: int, rank: int, elements: int) -> Plan:
-    """All-reduce: up a binomial tree to rank 0 and down again. 2 log2(n) hops of the whole tensor."""
+    """All-reduce: up a binomial tree to rank 0 and down again. 2 log2(n) hops of the full tensor."""
     parent, children = _binomial(n, rank)
     up = [Act(Verb.ADD, child) for child in children]
     down = [Act(Verb.SEND, child) for child in reversed(children)]

@@ -1,4 +1,4 @@
-"""Transfer of weights and optimizer state from one member to another: `received_state.py` with a meta of the sender.
+"""Transfer of weights and optimizer state from one member to another: `received_state.py` with a meta from the sender.
 
 A slice is received straight into its tensor.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.membership.received_state import ReceivedState, slice_messages
 from smolcluster.comm.elastic.transport.api import Head, Kind, Message
-from smolcluster.comm.elastic.transport.frames import NotWanted
+from smolcluster.comm.elastic.transport.frames import UnexpectedPayload
 from smolcluster.comm.elastic.transport.payloads import DTYPES
 
 MAX_TENSORS = 1 << 17
@@ -35,8 +35,8 @@ class IncomingState(ReceivedState):
         self.meta: dict[str, Any] = meta
 
     def place(self, head: Head) -> Tensor:
-        """Return where to receive the next slice. Raises NotWanted if this is not it."""
+        """Return where to receive the next slice. Raises UnexpectedPayload if this is not it."""
         try:
             return self.next(head.channel, DTYPES[head.dtype], head.shape, head.meta)
         except ValueError as error:
-            raise NotWanted(str(error)) from error
+            raise UnexpectedPayload(str(error)) from error

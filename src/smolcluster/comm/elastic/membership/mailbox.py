@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.transport.api import Link
-from smolcluster.comm.elastic.transport.frames import NotWanted
+from smolcluster.comm.elastic.transport.frames import UnexpectedPayload
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
 
 _FREE_PER_SIZE = 16
-_UNREAD_PER_SENDER = 4  # times everything that is expected: a worker has three pushes under way before it waits
+_UNREAD_PER_SENDER = 4  # times everything that is expected: a worker has three pushes in flight before it waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,15 @@ class Mailbox:
         with self._lock:
             self._expected[kind] = list(payloads)
 
-    def allow(self, kind: Kind, *, most_bytes: int) -> None:
-        """Accept messages of this kind with any payload up to `most_bytes`, or more if more was allowed before.
+    def allow(self, kind: Kind, *, max_bytes: int) -> None:
+        """Accept messages of this kind with any payload up to `max_bytes`, or more if more was allowed before.
 
         The reader validates it.
         """
         with self._lock:
-            self._allowed[kind] = max(most_bytes, self.most_of(kind))
+            self._allowed[kind] = max(max_bytes, self.allowed_bytes(kind))
 
-    def most_of(self, kind: Kind) -> int:
+    def allowed_bytes(self, kind: Kind) -> int:
         """Return the bytes that `allow` permits for this kind, else 0."""
         return self._allowed.get(kind, 0)
 
@@ -103,7 +103,7 @@ class Mailbox:
         self._at_once[kind] = callback
 
     @property
-    def most_unread_bytes(self) -> int:
+    def max_unread_bytes(self) -> int:
         """The limit: several times everything expected, per sender; or the largest allowed payload."""
         expected = sum(payload.nbytes for payloads in self._expected.values() for payload in payloads)
         several = _UNREAD_PER_SENDER * self.num_senders * expected
@@ -166,7 +166,7 @@ class Mailbox:
         return torch.empty(want.shape, dtype=want.dtype)
 
     def _check_room(self, head: Head) -> None:
-        unread_bytes, most = self._unread_bytes + head.nbytes, self.most_unread_bytes
-        if unread_bytes > most:
+        unread_bytes, limit = self._unread_bytes + head.nbytes, self.max_unread_bytes
+        if unread_bytes > limit:
             name = f"{head.kind.name} of step {head.step}"
-            raise NotWanted(f"{name}: {unread_bytes} unread bytes with it, the limit is {most}")
+            raise UnexpectedPayload(f"{name}: {unread_bytes} unread bytes with it, the limit is {limit}")

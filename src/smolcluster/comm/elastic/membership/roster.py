@@ -1,9 +1,9 @@
 """The server's roster: the members of a run.
 
-    ASK   -> PLAN                      any authenticated peer may ask for the plan; its link may be measured first
-    JOIN  -> validated                 a newcomer, until the strategy welcomes it at a step boundary
+    ASK   -> PLAN                      any authenticated peer may request the plan; its link may be measured first
+    JOIN  -> validated                 joining, until the strategy welcomes it at a step boundary
     link lost or closed                the member is removed, and its lease returns
-    link silent                        the member is paused: as removed, but its link is kept; a newcomer when it answers again
+    link silent                        the member is paused: as removed, but its link is kept; it joins again when it responds
 
 Every change of the members increments the epoch. The server's thread calls `get`, which returns only messages and losses of
 members. A peer that breaks the protocol is refused, counted and logged; others are not affected.
@@ -46,10 +46,10 @@ class Member:
     epoch: int = 0  # of its welcome
     step: int = 0  # the last step it had begun when it joined; edp counts its steps from there
     speed: float = 0.0  # samples per second of computing, smoothed; 0: not known yet
-    fixed_s: float = 0.0  # seconds of a step beside computing, smoothed
+    fixed_s: float = 0.0  # seconds of a step without computing, smoothed
     said: Mapping[str, Any] = field(default_factory=dict)  # the meta of its JOIN
     report: dict[str, Any] = field(default_factory=dict)
-    answer: Message | None = None  # its last WAITING while it was no member
+    last_waiting: Message | None = None  # its last WAITING while it was not a member
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ class Roster:
         self._reports: dict[int, dict[str, Any]] = {}  # the last report of each rank that has left properly
         self._joins = JoinLimit()
         self.paused: list[Member] = []
-        self.patience_s = 0.0  # pause no earlier: waiting for about a step is cheaper than a change of members
+        self.patience_s = 0.0  # least silence before a pause: waiting a step is cheaper than a change of members
         self.epoch = epoch
         self.joined = self.lost = 0
         self.refused: Counter[str] = Counter()  # by peer name
@@ -137,10 +137,10 @@ class Roster:
         self.expect, self.allow, self.release = mailbox.expect, mailbox.allow, mailbox.release
         self._on_event, self._on_change = on_event, on_change
         self._links: set[Link] = set()
-        self._answered: set[Link] = set()  # have asked for the plan
-        self._measured_late: set[Link] = set()  # have been asked for bytes that are of no use any more
+        self._requested: set[Link] = set()  # have requested the plan
+        self._measured_late: set[Link] = set()  # were requested to send bytes that are no longer needed
         self._news: deque[MemberGone] = deque()
-        self._unlooked, self._looked = 0, time.monotonic()  # events since the last check for silent members; its time
+        self._unchecked, self._checked = 0, time.monotonic()  # events since the last check for silent members; its time
 
     @property
     def reports(self) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ class Roster:
     # Receiving
 
     def get(self, timeout_s: float | None = None) -> MemberMessage | MemberGone | None:
-        """Return a member's next message or loss; None after `timeout_s`, or when only newcomers changed."""
+        """Return a member's next message or loss; None after `timeout_s`, or when only joining workers changed."""
         if self._news:
             return self._news.popleft()
         self._pause_silent()
@@ -176,11 +176,11 @@ class Roster:
         if member is not None and member.link is not link:
             member = None
         match message.kind:
-            case Kind.ASK if link in self._answered:
+            case Kind.ASK if link in self._requested:
                 self.refuse(link, "sent ASK more than once")
             case Kind.ASK:
-                self._answered.add(link)
-                self._answer(link)
+                self._requested.add(link)
+                self._send_plan(link)
             case Kind.STATE if self.probe is not None and self.probe.took(link, message):
                 pass
             case Kind.STATE if link in self._measured_late:
@@ -195,16 +195,16 @@ class Roster:
                 return MemberMessage(member, message)
             case _ if (other := self._outside(link)) is not None:
                 if message.kind is Kind.WAITING:
-                    other.answer = message  # anything else was sent before it was paused or lost
+                    other.last_waiting = message  # anything else was sent before it was paused or lost
             case _:
                 self.refuse(link, f"{message.kind.name} before it has joined")
         return None
 
     def _outside(self, link: Link) -> Member | None:
-        """Return the newcomer or paused member with this link."""
+        """Return the joining worker or paused member with this link."""
         return next((other for other in (*self.newcomers, *self.paused) if other.link is link), None)
 
-    def _answer(self, link: Link) -> None:
+    def _send_plan(self, link: Link) -> None:
         if self.probe is None:
             link.send(Message(kind=Kind.PLAN, meta=dict(self.plan)))
         else:
@@ -216,7 +216,7 @@ class Roster:
             waiting, self._measured_late, self.probe = self.probe.links, self.probe.measuring, None
             self.on_speed(speed)
             for link in waiting:
-                self._answer(link)
+                self._send_plan(link)
 
     def _join(self, link: Link, meta: Mapping[str, Any]) -> None:
         peer = link.peer
@@ -235,8 +235,8 @@ class Roster:
             return
         try:
             member = self._admit(link, meta)
-        except JoinRefused as why:
-            self.refuse(link, str(why))
+        except JoinRefused as error:
+            self.refuse(link, str(error))
             return
         if holder is not None:
             holder.link.close("the same rank has joined again")
@@ -254,7 +254,7 @@ class Roster:
     def _forget(self, link: Link) -> None:
         """Ignore further messages of this link."""
         self._links.discard(link)
-        self._answered.discard(link)
+        self._requested.discard(link)
         self._measured_late.discard(link)
         if self.probe is not None:
             self.probe.forget(link)
@@ -262,7 +262,7 @@ class Roster:
     # Changing the members; the strategy decides when
 
     def welcome(self, member: Member) -> None:
-        """Make a newcomer a member."""
+        """Make a joining worker a member."""
         self.newcomers.remove(member)
         self.epoch += 1
         member.epoch = self.epoch
@@ -291,7 +291,7 @@ class Roster:
         member.epoch = self.epoch
 
     def step_aside(self, member: Member, reason: str) -> None:
-        """Make a member a newcomer, with its link. `get` returns the loss."""
+        """Make a member a joining worker, with its link. `get` returns the loss."""
         member.returning = True
         self.newcomers.append(member)
         self._drop(member, reason, what="paused")
@@ -327,16 +327,16 @@ class Roster:
     # Silent members
 
     def _pause_silent(self) -> None:
-        """Pause silent members, and make those that answer again newcomers.
+        """Pause silent members, and make those that respond again joining workers.
 
         If all are silent none is paused: this process may be the one that is cut off. With many members the check runs less
         often than once per message.
         """
         now = time.monotonic()
-        self._unlooked += 1
-        if self._unlooked <= len(self.members) // 8 and now < self._looked + POLL_S:
+        self._unchecked += 1
+        if self._unchecked <= len(self.members) // 8 and now < self._checked + POLL_S:
             return
-        self._unlooked, self._looked = 0, now
+        self._unchecked, self._checked = 0, now
         for member in [m for m in self.paused if not m.link.stalled]:
             self.paused.remove(member)
             self.newcomers.append(member)

@@ -1,9 +1,9 @@
-"""A worker's link to its server, which reconnects and rejoins by itself.
+"""A worker's link to its server, which reconnects and rejoins automatically.
 
     ASK  ->  PLAN                  once: the configuration of the run
     JOIN ->  WELCOME, STATE ...    after every (re)connect: admission, and the server's weights
 
-After that the strategy exchanges messages of its own. `get` returns the server's messages in order; after a loss the next
+After that the strategy exchanges its messages. `get` returns the server's messages in order; after a loss the next
 one is a WELCOME. Leases arrive in the meta of any message and are collected in `leases`.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smolcluster.comm.addresses import own_host
+from smolcluster.comm.addresses import local_address_towards
 from smolcluster.comm.elastic.membership.mailbox import DialRefused, Linked, Mailbox, Received, Unlinked
 from smolcluster.comm.elastic.membership.received_state import ReceivedState
 from smolcluster.comm.elastic.transport.api import Link, Transport
@@ -31,11 +31,11 @@ from smolcluster.errors import UserError
 
 log = logging.getLogger(__name__)
 
-BESIDE = 4  # messages of `send_beside` that are queued at the link at a time
+BULK_QUEUED = 4  # messages of `send_bulk` that are queued at the link at a time
 
 
 class Stopped(Exception):
-    """This worker was asked to stop while it waited."""
+    """This worker received a stop request while it waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Lease:
     step: int
     ranges: tuple[tuple[int, int], ...]
     steps: int = 1  # of the run, in this round
-    own_steps: int | None = None  # of this worker, which share the samples; None: as many
-    most_s: float = math.inf  # the round ends after about so long, with the steps that are done
+    own_steps: int | None = None  # of this worker, which share the samples; None: equal to `steps`
+    most_s: float = math.inf  # limit on the round's duration; it ends with the steps that are done
     clip: tuple[float, float] | None = None  # a contribution whose norm exceeds the second is scaled to the first
 
     @property
@@ -55,7 +55,7 @@ class Lease:
         return self.own_steps or self.steps
 
     def number(self, taken: int) -> int:
-        """Return the run's step after so many of this worker's: spread over the round; the last is the round's last."""
+        """Return the run's step after this many of this worker's: spread over the round; the last is the round's last."""
         first = self.step - self.steps + 1
         return self.step if taken >= self.local else first + (taken - 1) * (self.steps - 1) // (self.local - 1)
 
@@ -106,8 +106,8 @@ class ServerLink:
         self._kept: Message | None = None  # to be returned by the next `get`
         self._stop_requested = stop_requested
         self._lock = threading.Lock()
-        self._beside: deque[tuple[Link, Message]] = deque()  # of `send_beside`, not queued yet; guarded by the lock
-        self._num_queued = 0  # of `send_beside`, at their link; guarded by the lock
+        self._bulk: deque[tuple[Link, Message]] = deque()  # of `send_bulk`, not queued yet; guarded by the lock
+        self._num_queued = 0  # of `send_bulk`, at their link; guarded by the lock
         self._dialer = transport.dial(address, mailbox)
 
     # Sending
@@ -138,17 +138,17 @@ class ServerLink:
             )
         )
 
-    def send_beside(self, messages: Iterable[Message]) -> None:
+    def send_bulk(self, messages: Iterable[Message]) -> None:
         """Send a large transfer in order, a few messages at a time, so that `send` does not wait for all of it."""
         if (link := self._link) is not None:
             with self._lock:
-                self._beside += [(link, message) for message in messages]
+                self._bulk += [(link, message) for message in messages]
             self._pump()
 
-    def _pump(self, most: float = BESIDE) -> None:
+    def _pump(self, limit: float = BULK_QUEUED) -> None:
         with self._lock:  # held while sending: two threads must not swap messages
-            while self._beside and self._num_queued < most:
-                link, message = self._beside.popleft()
+            while self._bulk and self._num_queued < limit:
+                link, message = self._bulk.popleft()
                 self._num_queued += 1
                 link.send(message, sent=self._sent)  # dropped if the link has ended
 
@@ -162,14 +162,14 @@ class ServerLink:
         return self._link is not None
 
     @property
-    def own_host(self) -> str:
-        """This machine's address on the route to the server, where other workers can reach it."""
-        return own_host(self.address)
+    def local_address(self) -> str:
+        """The address of this machine on the route to the server, where other workers can reach it."""
+        return local_address_towards(self.address)
 
     # Receiving
 
     def get(self, timeout_s: float | None = None) -> Message | None:
-        """Return the server's next message, or None after `timeout_s`. Raises Stopped if this worker was asked to stop."""
+        """Return the server's next message, or None after `timeout_s`. Raises Stopped on a stop request."""
         if self._kept is not None:
             message, self._kept = self._kept, None
             return message
@@ -191,7 +191,7 @@ class ServerLink:
         """Receive the tensors that a WELCOME announced. None if the link was lost meanwhile: the next is a WELCOME."""
         if type(count) is not int or count < 0:
             raise PeerLost(f"the server at {self.address} sent a WELCOME without the number of tensors of its state")
-        state = ReceivedState(count, limit_bytes=count * self._mailbox.most_of(Kind.STATE))
+        state = ReceivedState(count, limit_bytes=count * self._mailbox.allowed_bytes(Kind.STATE))
         while not state.complete:
             message = self.get()
             assert message is not None
@@ -239,6 +239,6 @@ class ServerLink:
         return message
 
     def close(self) -> None:
-        self._pump(most=math.inf)
+        self._pump(limit=math.inf)
         self._dialer.close()
         self.transport.close()

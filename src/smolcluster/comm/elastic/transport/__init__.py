@@ -1,7 +1,7 @@
 """Typed frames over TCP and TLS.
 
 api.py                  the interface: links that carry typed messages
-tcp.py                  its implementation: asyncio on a thread of its own, TLS 1.3
+tcp.py                  its implementation: asyncio on a separate thread, TLS 1.3
 messages.py             the kinds of messages, the identity of a peer
 frames.py, parser.py    messages as bytes, and back: every length is checked here
 handshake.py            authentication of a new connection, as a state machine

@@ -1,6 +1,6 @@
 """The interface of the elastic plane's transport: links that carry typed messages.
 
-A `Transport` owns links and runs on a thread of its own. It calls a `Handler`, whose methods run on that thread and must not
+A `Transport` owns links and runs on a separate thread. It calls a `Handler`, whose methods run on that thread and must not
 block. `Link.send` may be called from any thread.
 
     worker                                         server
@@ -47,7 +47,7 @@ class Link(ABC):
         On a link that has ended the message is dropped and `wait` raises PeerLost; the handler received `unlinked`.
 
         `sent` is called once, on the transport's thread and never from within `send`, when the payload's memory may be
-        reused: with True after the whole message was sent, with False if the link ended first (before `unlinked`).
+        reused: with True after the complete message was sent, with False if the link ended first (before `unlinked`).
         """
 
     @property
@@ -62,7 +62,7 @@ class Link(ABC):
 
     @abstractmethod
     def close(self, reason: str) -> None:
-        """Send the reason to the peer and end the link. `unlinked` follows on both sides. From any thread."""
+        """Send the reason to the peer and end the link. `unlinked` follows on both sides. Thread-safe."""
 
 
 class Handler(Protocol):
@@ -74,7 +74,7 @@ class Handler(Protocol):
     def place(self, link: Link, head: Head) -> Tensor | None:
         """Return the tensor to receive this payload into, of exactly its dtype and size.
 
-        None, the default, ends the link; so does raising `frames.NotWanted`, with a reason.
+        None, the default, ends the link; so does raising `frames.UnexpectedPayload`, with a reason.
         """
         return None
 
@@ -110,11 +110,11 @@ class Transport(ABC):
 
     @abstractmethod
     def dial(self, address: str, handler: Handler) -> Dialer:
-        """Connect to `host:port`; retries until the peer answers or the dialer is closed."""
+        """Connect to `host:port`; retries until the peer accepts or the dialer is closed."""
 
     @abstractmethod
     def call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
-        """Run `callback()` on the transport's thread. From any thread."""
+        """Run `callback()` on the transport's thread. Thread-safe."""
 
     @abstractmethod
     def close(self) -> None:

@@ -8,10 +8,10 @@ Writing. `send` appends a frame to the queue (send_queue.py), from any thread, a
 the socket accepts them. asyncio's own buffer is kept empty: after a payload's last slice its memory is free and its `Work`
 done. Messages leave in the order of `send`; only a BEAT may go between two of them.
 
-Backpressure. Queued bytes are limited. A state is sent in one go and may exceed any fixed limit, so the limit grows with
+Backpressure. Queued bytes are limited. A state is sent all at once and may exceed any fixed limit, so the limit grows with
 the largest set of messages that was queued. A peer whose socket takes nothing for `stuck_s` is dropped too.
 
-End. `close` sends BYE behind what is queued, and the peer closes the connection. An error on either side ends it at once.
+End. `close` sends BYE after what is queued, and the peer closes the connection. An error on either side ends it at once.
 """
 
 from __future__ import annotations
@@ -275,8 +275,8 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
     def _continue_handshake(self, message: Message) -> None:
         assert self._handshake is not None
         assert self._parser.cluster is not None
-        for answer in self._handshake.handle(message, cluster=self._parser.cluster):
-            self._send_now(answer)
+        for reply in self._handshake.handle(message, cluster=self._parser.cluster):
+            self._send_now(reply)
         if self._handshake.peer is None:
             return
         self.peer, self.binding = self._handshake.peer, self._handshake.binding
@@ -288,7 +288,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
     # Ending
 
     def leave(self, reason: str) -> None:
-        """Send BYE behind what is queued; end when the peer has closed, or no byte was sent for LINGER_S."""
+        """Send BYE after what is queued; end when the peer has closed, or no byte was sent for LINGER_S."""
         if self.over.done() or self._leaving:
             return
         self._leaving = True
@@ -307,7 +307,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
 
     def _refuse(self, error: Refusal) -> None:
         """End the handshake; send the peer the reason, unless the refusal came from it."""
-        if error.tell:
+        if error.notify:
             self._send_now(Message(kind=Kind.REFUSE, meta={"reason": str(error)}))
         self.end(str(error), flush=True)
         if self._dialing:
@@ -321,15 +321,13 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
             if self._queue.is_between_frames and not self._paused:
                 self._send_now(Message(kind=Kind.BYE, meta={"reason": f"invalid frame: {error}"[:MAX_REASON]}))
             self.end(str(error), flush=True)
-        elif isinstance(error, frames.WrongVersion) or (self._dialing and isinstance(error, frames.ForeignBytes)):
+        elif isinstance(error, frames.WrongVersion) or (self._dialing and isinstance(error, frames.UnknownProtocol)):
             self._refuse(Refusal(str(error)))
         else:
             self._owner.pending.note(self.address, str(error))
-            foreign = isinstance(error, frames.ForeignBytes)
+            foreign = isinstance(error, frames.UnknownProtocol)
             if foreign:
-                self._send_now(
-                    Message(kind=Kind.REFUSE)
-                )  # a TLS client learns from any answer that we do not speak TLS
+                self._send_now(Message(kind=Kind.REFUSE))  # any response tells a TLS client that we do not speak TLS
             self.end(str(error), flush=foreign)
 
     def end(self, reason: str, *, flush: bool = False) -> None:
@@ -380,7 +378,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         try:
             self._handshake = self._new_handshake(transport)
         except TokenRefused as error:
-            self._refuse(Refusal(str(error), tell=False))
+            self._refuse(Refusal(str(error), notify=False))
             return
         for message in self._handshake.begin():
             self._send_now(message)
@@ -441,7 +439,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
             self.end(f"connection error: {problem}")
         elif self._dialing and self.traffic.bytes_received == 0:
             self.end(
-                "the peer closed the connection without an answer"
+                "the peer closed the connection without a response"
                 + ("" if self._encrypted else "; does it need a token? (smolcluster token add)")
             )
         else:

@@ -22,17 +22,17 @@ payload's checksum. Everything is little-endian.
     120     4     crc32 of the meta
     124     4     crc32 of the 124 bytes before it
 
-The parser validates a frame part by part and allocates nothing for a part before all parts ahead of it passed. An invalid
+The parser validates a frame part by part, and allocates memory for a part only when everything before it is valid. An invalid
 frame ends the link:
 
     FrameError
-    ├── ForeignBytes      not our protocol
-    ├── WrongVersion      another version of it; names both
-    ├── Malformed         an invalid field
-    ├── TooLarge          beyond a limit
-    ├── Corrupt           a checksum does not match
-    ├── Unexpected        valid, but not in this state: before the handshake, of another cluster or run
-    └── NotWanted         the receiver has no buffer for this payload
+    ├── UnknownProtocol      the first bytes are not those of this protocol
+    ├── WrongVersion         another version of it; names both
+    ├── Malformed            an invalid field
+    ├── TooLarge             beyond a limit
+    ├── Corrupt              a checksum does not match
+    ├── Unexpected           valid, but not in this state: before the handshake, of another cluster or run
+    └── UnexpectedPayload    the receiver has no buffer for this payload
 
 `payloads.py` handles tensors; it is imported with the first payload, so that launchers work without torch.
 """
@@ -88,7 +88,7 @@ class FrameError(SmolclusterError):
     """The received bytes are not a valid message; the link ends."""
 
 
-class ForeignBytes(FrameError):
+class UnknownProtocol(FrameError):
     """The peer does not speak our protocol."""
 
 
@@ -116,7 +116,7 @@ class Unexpected(FrameError):
     """The message is valid, but not in this state of the connection."""
 
 
-class NotWanted(FrameError):
+class UnexpectedPayload(FrameError):
     """The receiver has no buffer for this payload."""
 
 
@@ -133,7 +133,7 @@ def encode_meta(meta: Mapping[str, Any]) -> bytes:
     return json.dumps(meta, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode() if meta else b""
 
 
-def shared(message: Message) -> Message:
+def with_encoded_meta(message: Message) -> Message:
     """Encode the meta once, for a message with many receivers. Returns the message."""
     message.encoded = encode_meta(message.meta)
     return message

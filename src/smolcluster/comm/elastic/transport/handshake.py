@@ -41,15 +41,15 @@ NOT_A_MEMBER = "the cluster token is missing or not the one used here"
 
 
 class Refusal(SmolclusterError):
-    """The handshake failed. `tell`: send the peer the reason."""
+    """The handshake failed. `notify`: send the peer the reason."""
 
-    def __init__(self, reason: str, *, tell: bool = True) -> None:
+    def __init__(self, reason: str, *, notify: bool = True) -> None:
         super().__init__(reason)
-        self.tell = tell
+        self.notify = notify
 
 
 class Handshake:
-    """One side. `begin` returns the first messages, `handle` the answers to one; `peer` is set when it is done."""
+    """One side. `begin` returns the first messages, `handle` the replies to one; `peer` is set when it is done."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Handshake:
         find: Callable[[bytes], Credentials | None] | None = None,
     ) -> None:
         """A client passes its `credentials`, a server a function from the client's cluster id to them."""
-        assert (credentials is None) != (find is None), "a client has credentials, a server looks for them"
+        assert (credentials is None) != (find is None), "a client has credentials, a server looks them up"
         self.peer: Peer | None = None
         self._me, self._credentials, self._find = me, credentials, find
         self._mine, self._theirs = secrets.token_bytes(NONCE_BYTES), b""
@@ -78,9 +78,9 @@ class Handshake:
         return [Message(kind=Kind.HELLO, meta={"nonce": self._mine.hex(), **asdict(self._me)})]
 
     def handle(self, message: Message, *, cluster: bytes) -> list[Message]:
-        """Return the answers to a message. `cluster`: the id in the frame's header. Raises Refusal."""
+        """Return the replies to a message. `cluster`: the id in the frame's header. Raises Refusal."""
         if message.kind is Kind.REFUSE:
-            raise Refusal(printable(message.meta.get("reason"), limit=MAX_REASON) or "no reason given", tell=False)
+            raise Refusal(printable(message.meta.get("reason"), limit=MAX_REASON) or "no reason given", notify=False)
         if message.kind is not self._next:
             raise Refusal(f"received {message.kind.name}, expected {self._next.name}")
         return self._as_client(message) if self._find is None else self._as_server(message, cluster)

@@ -34,7 +34,7 @@ class Kind(enum.IntEnum):
     BYE = 9  # the reason for closing; the link ends
 
     # Membership
-    ASK = 16  # worker: asks for the PLAN; server: for a STATE of so many bytes, to measure the link
+    ASK = 16  # worker: requests the PLAN; server: requests a STATE of this many bytes, to measure the link
     PLAN = 17  # server: the configuration, the run's id
     JOIN = 18  # worker: ready to train; layout of the model, batch size
     WELCOME = 19  # server: admitted from this step on; the number of STATE messages that follow, the lease
@@ -49,12 +49,12 @@ class Kind(enum.IntEnum):
     AVERAGE = (
         33  # server: a bucket of the averaged gradient of this step, or of its change of weights (payload, encoded)
     )
-    PULL = 34  # worker: asks for the weights
+    PULL = 34  # worker: requests the weights
     WEIGHTS = 35  # server: a bucket of its weights at this version (payload)
     ACK = 36  # server: the gradient of this step is accepted, or rejected and why; meta may have the next lease
 
     # Coordinator
-    DONE = 48  # worker: has the sum of this step; its norm and the norm of its own part
+    DONE = 48  # worker: has the sum of this step; its norm and the norm of this worker's part
     COMMIT = 49  # coordinator: this step is committed, with these samples
     SUSPECT = 51  # worker: cannot reach this peer
     WAITING = 52  # worker: idle, waits for other members of this view
@@ -70,7 +70,7 @@ class Kind(enum.IntEnum):
 
     # Collectives
     CHUNK = 64  # a chunk of a collective (payload); step is the operation, channel the chunk
-    MEMBER = 65  # worker to worker: proof of membership, by the pair's key; coordinator: such keys
+    MEMBER = 65  # worker to worker: MAC with their pairwise key; coordinator: the pairwise keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Peer:
 
 @dataclass(slots=True, kw_only=True)
 class Message:
-    """One frame. The payload is a contiguous CPU tensor; its dtype and shape travel with it."""
+    """One frame. The payload is a contiguous CPU tensor; the header has its dtype and shape."""
 
     kind: Kind
     step: int = 0
@@ -100,7 +100,7 @@ class Message:
     epoch: int = 0  # of its view; receivers drop messages of older views
     codec: str = "fp32"
     meta: dict[str, Any] = field(default_factory=dict)
-    encoded: bytes = b""  # encoded meta, of a message with many receivers (`frames.shared`)
+    encoded: bytes = b""  # encoded meta, of a message with many receivers (`frames.with_encoded_meta`)
     payload: Tensor | None = None
 
 

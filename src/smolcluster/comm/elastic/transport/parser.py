@@ -26,11 +26,11 @@ from smolcluster.comm.elastic.transport.frames import (
     VERSION,
     WITH_PAYLOAD,
     Corrupt,
-    ForeignBytes,
     Malformed,
-    NotWanted,
     TooLarge,
     Unexpected,
+    UnexpectedPayload,
+    UnknownProtocol,
     WrongVersion,
     decode_meta,
 )
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from smolcluster.comm.elastic.transport.payloads import Checksum
 
 STAGING_BYTES = 1 << 14  # read ahead while the destination of the next part is not known
-READ_BYTES = 1 << 20  # most of a payload per read: it is still in the cache when its checksum is taken
+READ_BYTES = 1 << 20  # most of a payload per read: so it is still in the cache when its checksum is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Parser:
         self.authenticated = False  # until then only handshake messages are accepted
         self._place, self._run = place, run
         self._payload_bytes, self._checked = payload_bytes, checked
-        self._staging: memoryview | None = None  # allocated with the first read: idle connections never get there
+        self._staging: memoryview | None = None  # allocated with the first read: idle connections have none
         self._start = self._end = 0  # received and not yet parsed
         self._target: memoryview | None = None
         self._filled = 0
@@ -129,7 +129,7 @@ class Parser:
             yield from self._wait_for(PREFIX.size)
             magic, version = PREFIX.unpack(self._peek(PREFIX.size))
             if magic != MAGIC:
-                raise ForeignBytes(f"the peer speaks another protocol: its first bytes are {magic!r}")
+                raise UnknownProtocol(f"the peer speaks another protocol: its first bytes are {magic!r}")
             if version != VERSION:
                 raise WrongVersion(version)
 
@@ -253,9 +253,11 @@ class Parser:
 
 
 def checked_place(tensor: Tensor | None, head: Head) -> Tensor:
-    """Return the tensor that `Handler.place` gave. Raises NotWanted for None."""
+    """Return the tensor that `Handler.place` gave. Raises UnexpectedPayload for None."""
     if tensor is None:
-        raise NotWanted(f"{head.kind.name} of step {head.step}: no buffer for {head.dtype} of shape {list(head.shape)}")
+        raise UnexpectedPayload(
+            f"{head.kind.name} of step {head.step}: no buffer for {head.dtype} of shape {list(head.shape)}"
+        )
     fits = str(tensor.dtype) == f"torch.{head.dtype}" and tensor.nbytes == head.nbytes and tensor.is_contiguous()
     assert fits, f"place gave {tensor.dtype} of {tensor.nbytes} bytes for {head.dtype} of {head.nbytes}"
     return tensor

@@ -16,7 +16,7 @@ from smolcluster.errors import UserError
 
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 BLOCK_BYTES = 1 << 18  # of the checksum, and of one write
-JOINED_BYTES = 1 << 14  # payloads up to this size are copied behind their header: one write instead of three
+JOINED_BYTES = 1 << 14  # payloads up to this size are copied after their header: one write instead of three
 
 
 def memory(tensor: Tensor) -> memoryview:
@@ -34,8 +34,8 @@ class Checksum:
     """Incremental checksum of a payload, at memory speed (a crc32 of all bytes would be slower than loopback).
 
     The 64-bit words of each block of 256 KB are added up in 512 columns; the sums of earlier blocks are multiplied by an odd
-    number first, so that the order of blocks counts. The rows of an incomplete last block are treated alike, unless it is
-    small. The checksum is the crc32 of these sums and of the remaining bytes. Any change within one row of 4 KB is
+    number first, so that the order of blocks matters. The rows of an incomplete last block are treated in the same way, unless
+    it is small. The checksum is the crc32 of these sums and of the remaining bytes. Any change within one row of 4 KB is
     detected; changes in two rows of a block that cancel out, such as swapped rows, are not.
     """
 
@@ -47,7 +47,7 @@ class Checksum:
         self._sums: np.ndarray[Any, np.dtype[np.uint64]] | None = None
 
     def fold(self, part: memoryview) -> int:
-        """Add the whole blocks at the start of this part. Returns their bytes."""
+        """Add the complete blocks at the start of this part. Returns their bytes."""
         whole = len(part) - len(part) % BLOCK_BYTES
         for start in range(0, whole, BLOCK_BYTES):
             self._add(part[start : start + BLOCK_BYTES])
@@ -58,7 +58,7 @@ class Checksum:
         self._sums = sums if self._sums is None else self._sums * self._FACTOR + sums
 
     def value(self, rest: memoryview) -> int:
-        """Return the checksum. `rest`: what follows the last whole block."""
+        """Return the checksum. `rest`: what follows the last complete block."""
         if len(rest) > JOINED_BYTES:
             rows_bytes = len(rest) - len(rest) % self._ROW_BYTES
             self._add(rest[:rows_bytes])

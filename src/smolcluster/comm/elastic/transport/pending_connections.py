@@ -59,7 +59,7 @@ class PendingConnections:
         timeout_s: float,
         tls: dict[str, Any],
     ) -> None:
-        """`start` makes a task, which its owner cancels. `tls`: asyncio's options beside the context."""
+        """`start` makes a task, which its owner cancels. `tls`: asyncio's options in addition to the context."""
         self._loop, self._start = loop, start
         self._most, self._within_s, self._tls = most, timeout_s, tls
         self._listeners: list[Listener] = []

@@ -17,7 +17,7 @@ How two machines connect:
       PROOF as "client"                       <-->  PROOF as "server"
 
 Each end trusts only that certificate, whose key follows from the token. So a man in the middle can impersonate neither, and
-no peer without a token gets past TLS: the parsers behind it read only from members. Tokens are always random: the public
+no peer without a token gets past TLS: the parsers above it read only from members. Tokens are always random: the public
 id would allow offline guesses at a password.
 """
 
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smolcluster.comm.addresses import is_loopback
-from smolcluster.durable_files import replacing
+from smolcluster.durable_files import atomic_write
 from smolcluster.errors import MissingExtra, SmolclusterError, UserError
 from smolcluster.folders import user_folder
 
@@ -333,7 +333,7 @@ class TokenEntry:
 
 
 class TokenFile:
-    """One token per line, the current one first; `#` starts a comment, which behind a token is its note.
+    """One token per line, the current one first; `#` starts a comment, which after a token is its note.
 
     Changes keep the other lines and are atomic.
     """
@@ -384,7 +384,7 @@ class TokenFile:
         path = self.path.resolve()  # keep symlinks
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replacing(path, mode=0o600) as file:
+            with atomic_write(path, mode=0o600) as file:
                 file.write("".join(line + "\n" for line in lines).encode())
         except OSError as error:
             raise UserError(

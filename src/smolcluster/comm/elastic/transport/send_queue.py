@@ -1,7 +1,7 @@
 """The sending side of a connection: frames that were accepted and have not been sent, and the payloads in use until then.
 
 Bytes are counted three times: accepted by `send`, written to asyncio, and taken by the socket. A payload's `Work` is done
-when the socket has taken its last byte: from then on nobody reads its memory.
+when the socket has taken its last byte: from then on its memory is not read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from smolcluster.comm.elastic.transport.frames import Frame
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.work import PeerLost
 
-SETS_WAITING = 4  # a worker has three pushes under way, and averages follow a joiner's state
+SETS_WAITING = 4  # a worker has three pushes in flight, and averages follow a joiner's state
 
 
 class PendingSend:
@@ -56,9 +56,7 @@ class SendQueue:
         self._chunks: Iterator[bytes | memoryview] | None = None  # of the current frame
         self._current: PendingSend | None = None
         self._current_bytes = 0  # still to be written of it
-        self._written: deque[tuple[int, PendingSend]] = (
-            deque()
-        )  # with the value of `written_bytes` behind its last byte
+        self._written: deque[tuple[int, PendingSend]] = deque()  # with the value of `written_bytes` after its last byte
 
     @property
     def max_bytes(self) -> int:
@@ -74,7 +72,7 @@ class SendQueue:
         return wake
 
     def _add_to_set(self, message: Message, nbytes: int) -> None:
-        """A repeated message begins a new set: a peer that repeats its request gets no more room."""
+        """A repeated message begins a new set: a peer that repeats its request gets no larger limit."""
         this = (message.kind, message.epoch, message.step, message.channel)
         goes_on = self._last is not None and this[:3] == self._last[:3] and this[3] > self._last[3]
         self._set_bytes = nbytes + (self._set_bytes if goes_on else 0)

@@ -13,7 +13,7 @@ import struct
 import sys
 from typing import Any
 
-from smolcluster.comm.addresses import join_address, refuse_itself
+from smolcluster.comm.addresses import join_address, reject_self_connection
 from smolcluster.errors import UserError
 
 BACKLOG = 1024
@@ -147,7 +147,7 @@ async def dial(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.
         try:
             sock.setblocking(False)
             await loop.sock_connect(sock, name)
-            refuse_itself(sock)
+            reject_self_connection(sock)
         except OSError as error:
             sock.close()
             problem = error

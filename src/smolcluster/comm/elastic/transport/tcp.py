@@ -1,8 +1,8 @@
-"""The transport over TCP: asyncio on a thread of its own, TLS 1.3 when there is a keyring.
+"""The transport over TCP: asyncio on a separate thread, TLS 1.3 when there is a keyring.
 
 Liveness. Every `beat_s` an idle link sends a BEAT. A link ends when no byte has arrived for `silence_s`. Time in which this
-process itself was suspended does not count. With `stall_s` a link is kept longer while the peer's kernel still answers:
-then only the process is stopped or busy, for example in a call that holds the GIL.
+process itself was suspended does not count. With `stall_s` a link is kept longer while the peer's kernel still acknowledges
+data: then only the process is stopped or busy, for example in a call that holds the GIL.
 
 Dialing. Retries have exponential backoff up to a second, with full jitter, so that a hundred workers do not reconnect to a
 restarted server all at once. A refusal is final; a corrupted TLS handshake is retried.
@@ -101,7 +101,7 @@ class TcpDialer(Dialer):
                 await owner.loop.create_connection(lambda: link, sock=sock, **tls)
                 await asyncio.wait([link.decided])
         except TimeoutError:
-            problem = "no answer"
+            problem = "no response"
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             problem = "the peer closed the connection during the TLS handshake"
         except ssl.SSLError as error:
@@ -110,7 +110,7 @@ class TcpDialer(Dialer):
                 link.refusal = problem
             return isinstance(error, ssl.SSLCertVerificationError)
         except ConnectionError as error:
-            # asyncio replaces strerror by text of its own.
+            # asyncio replaces strerror with its own text.
             problem = os.strerror(error.errno) if error.errno else str(error)
         except OSError as error:
             problem = error.strerror or str(error)
@@ -209,7 +209,7 @@ class TcpTransport(Transport):
 
     @property
     def closing(self) -> bool:
-        """Whether nothing may start any more: a task that starts now would outlive the loop."""
+        """Return whether nothing may start any more: a task that starts now would outlive the loop."""
         return self._stop.is_set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

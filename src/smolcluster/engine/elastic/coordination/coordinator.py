@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic.membership.proofs import PairKeys
+from smolcluster.comm.elastic.membership.pairwise_keys import PairwiseKeys
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
-from smolcluster.comm.elastic.transport.frames import shared
+from smolcluster.comm.elastic.transport.frames import with_encoded_meta
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.view import View, ViewMember
 from smolcluster.compute.buffers import not_finite
@@ -73,7 +73,7 @@ class Coordinator(HoldsState):
         self._watch = ComputeWatch(step_timeout_s)
         self._local = LocalRounds(equal_time=equal_time, clipped=self._roster.clipped, warn=context.warn)
         self._claims = Claims(self.server_context.count)
-        self._pair_keys = PairKeys()
+        self._pairwise_keys = PairwiseKeys()
         self._disagreements = 0  # in a row: attempts at the next step whose results differed
         self._no_holder_since: float | None = None  # no member has the weights
         self._without_state: set[int] = set()  # ranks of members that wait for the state
@@ -98,7 +98,7 @@ class Coordinator(HoldsState):
     def serve(self) -> None:
         self.restore()
         weights = self.replica.weights().values()
-        self._roster.allow(Kind.STATE, most_bytes=8 * sum(t.nbytes for t in weights) + 2**20)
+        self._roster.allow(Kind.STATE, max_bytes=8 * sum(t.nbytes for t in weights) + 2**20)
         self.wait_for_workers()
         while self._committed < self.context.total_steps and not self.context.stop_requested():
             self._iterate()
@@ -139,7 +139,7 @@ class Coordinator(HoldsState):
                 if message.kind is Kind.DONE:
                     self._take_done(member, message)
                 elif message.kind is Kind.SUSPECT:
-                    self._evictions.take_complaint(member, message)
+                    self._evictions.take_suspicion(member, message)
                 elif message.kind is Kind.WAITING:
                     self._watch.waits(member.instance, now=time.monotonic())
                     if message.step in self._rounds[:1]:
@@ -176,7 +176,7 @@ class Coordinator(HoldsState):
         """Form a view of all connected members, from the first step that is not committed."""
         roster, committed = self._roster, self._committed
         self._view_due = False
-        self._evictions.complaints.clear()
+        self._evictions.suspicions.clear()
         if not self._replicated:
             self._uploads.abandon()  # its parts would come from two views
         before, staying = self._view_instances, self._holders()
@@ -202,7 +202,7 @@ class Coordinator(HoldsState):
         donations = self._welcome_all(newcomers)
         for member in members:
             # A pair keeps its key across views: members that stay lack only the keys of new ones.
-            keys = self._pair_keys.of(member.instance, self._view_instances if member.instance in new else new)
+            keys = self._pairwise_keys.of(member.instance, self._view_instances if member.instance in new else new)
             if keys:
                 member.link.send(Message(kind=Kind.MEMBER, epoch=roster.epoch, meta={"keys": keys}))
 
@@ -223,7 +223,7 @@ class Coordinator(HoldsState):
             "scale": self.server_context.scale.state_dict(),
         }
         # Encoded once for all members; leases differ and go in messages of their own.
-        roster.send(members, shared(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=meta)))
+        roster.send(members, with_encoded_meta(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=meta)))
         self.send_leases([] if staying else newcomers, self._with_num_steps(self._rounds), committed=committed)
         self._late.formed(late, self._rounds)
         self._view_epoch = roster.epoch

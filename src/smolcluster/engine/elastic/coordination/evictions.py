@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from smolcluster.comm.elastic.membership.eviction_policy import Complaint, Strikes, is_lone, verdict
+from smolcluster.comm.elastic.membership.eviction_policy import EvictionCounts, Suspicion, is_lone, select_evictions
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.messages import Message
 
-SUSPICION_S = 0.5  # after the last complaint: by then both ends of every broken link have sent one
-MOST_SUSPICION_S = 2.0  # after the first complaint, however many follow
-WITNESS_S = 1.0  # after the connect timeout: the other end of a broken link complains as well
+SUSPICION_S = 0.5  # after the last suspicion: by then both ends of every broken link have reported it
+MOST_SUSPICION_S = 2.0  # after the first suspicion, however many follow
+WITNESS_S = 1.0  # after the connect timeout: the other end of a broken link reports it as well
 SILENT_S = 1.0  # a member without a message for this long cannot reach the coordinator either
 QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # before an evicted member may rejoin, by how often it was evicted lately
 
@@ -18,33 +18,33 @@ QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # before an evicted member may rejoin, b
 class Evictions:
     def __init__(self, roster: Roster, *, connect_s: float) -> None:
         self._roster, self._connect_s = roster, connect_s
-        self.complaints: dict[Complaint, float] = {}  # of the current view, each with its first time
-        self._strikes = Strikes()
+        self.suspicions: dict[Suspicion, float] = {}  # of the current view, each with its first time
+        self._counts = EvictionCounts()
         self.quarantined_until: dict[int, float] = {}  # by rank, on the clock of time.monotonic
 
-    def take_complaint(self, member: Member, message: Message) -> None:
+    def take_suspicion(self, member: Member, message: Message) -> None:
         other = message.meta.get("rank")
         if isinstance(other, int) and other in self._roster.members and other != member.rank:
-            self.complaints.setdefault((member.rank, other), time.monotonic())
+            self.suspicions.setdefault((member.rank, other), time.monotonic())
 
     def unreachable(self) -> dict[Member, str]:
         """Return the fewest members to evict so that all others reach each other, with reasons; empty until it is time."""
         now, members = time.monotonic(), self._roster.members
-        complaints = {(a, b): since for (a, b), since in self.complaints.items() if a in members and b in members}
-        if not complaints:
+        suspicions = {(a, b): since for (a, b), since in self.suspicions.items() if a in members and b in members}
+        if not suspicions:
             return {}
-        first, last = min(complaints.values()), max(complaints.values())
+        first, last = min(suspicions.values()), max(suspicions.values())
         wait_s = min(last - first + SUSPICION_S, MOST_SUSPICION_S)
-        if is_lone(members, complaints):
+        if is_lone(members, suspicions):
             wait_s = self._connect_s + WITNESS_S
         if now < first + wait_s:
             return {}
-        self.complaints.clear()
+        self.suspicions.clear()
         silent = [rank for rank, member in members.items() if member.link.silent_s > SILENT_S]
-        strikes = {rank: self._strikes.count(rank, now=now) for rank in members}
+        recent = {rank: self._counts.count(rank, now=now) for rank in members}
         evicted = {}
-        for rank in sorted(verdict(members, complaints, silent=silent, strikes=strikes)):
-            pairs = sorted({(min(pair), max(pair)) for pair in complaints if rank in pair})
+        for rank in sorted(select_evictions(members, suspicions, silent=silent, recent=recent)):
+            pairs = sorted({(min(pair), max(pair)) for pair in suspicions if rank in pair})
             named = ", ".join(f"{a} and {b}" for a, b in pairs)
             evicted[members[rank]] = f"workers cannot reach each other: {named}"
         return evicted
@@ -52,7 +52,7 @@ class Evictions:
     def evict(self, member: Member, reason: str) -> None:
         """Evict a member; it may rejoin after its quarantine."""
         now = time.monotonic()
-        times = self._strikes.add(member.rank, now=now)
+        times = self._counts.add(member.rank, now=now)
         self.quarantined_until[member.rank] = now + QUARANTINE_S[min(times, len(QUARANTINE_S)) - 1]
         self._roster.evict(member, reason)
 

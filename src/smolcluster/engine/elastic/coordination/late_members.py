@@ -173,7 +173,7 @@ class LateMembers:
             del self._away[member]
             self._context.leases.reclaim(member.instance, {})
         for member, absence in self._away.items():
-            answer = member.answer
+            answer = member.last_waiting
             if absence.back or answer is None or answer.epoch != absence.epoch:
                 continue
             absence.rounds = _rounds_of(answer.meta.get("late", []))

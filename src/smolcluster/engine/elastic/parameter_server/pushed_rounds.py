@@ -106,8 +106,8 @@ class PushedRounds(ServerRounds, MemberSide):
     def _contributed(self, mine: Contribution, started: float) -> None:
         """Push the gradients; each bucket is sent while the next is encoded."""
         assert mine.loss is not None
-        mine.said_loss = float(mine.loss)  # waits for the GPU
-        fields: dict[str, Any] = {"samples": mine.samples, "loss": repr(mine.said_loss)}  # as text: JSON has no NaN
+        mine.host_loss = float(mine.loss)  # waits for the GPU
+        fields: dict[str, Any] = {"samples": mine.samples, "loss": repr(mine.host_loss)}  # as text: JSON has no NaN
         fields |= {"compute_s": time.perf_counter() - started, "version": self._version}
         if self._counted:
             fields["count"] = mine.weight

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MAKE_ROOM = "make room, or set folder in the cluster file to another disk"
+FREE_SPACE = "free some space, or set folder in the cluster file to another disk"
 
 
 class AgentError(Exception):
@@ -38,7 +38,7 @@ def private_home(folder: str, name: str) -> Path:
     """Make the folder of a cluster, private: it holds a token, environment variables and logs."""
     root, home = root_of(folder), home_of(folder, name)
     home.mkdir(parents=True, exist_ok=True)
-    ours = [root] if root.name == ".smolcluster" else []  # a folder that the user chose may hold other things
+    ours = [root] if root.name == ".smolcluster" else []  # a folder that the user chose may contain other files
     for path in (*ours, home.parent, home):
         with contextlib.suppress(OSError):  # it may belong to another user
             path.chmod(0o700)
@@ -69,6 +69,6 @@ def run_briefly(*command: str, timeout_s: float) -> subprocess.CompletedProcess[
 
 def disk_error(error: OSError, path: Path) -> AgentError:
     if error.errno == 28:
-        return AgentError(f"the disk is full ({path})", MAKE_ROOM)
-    remedy = "set folder in the cluster file to one you may write"
+        return AgentError(f"the disk is full ({path})", FREE_SPACE)
+    remedy = "set folder in the cluster file to a writable one"
     return AgentError(f"cannot write {path}: {error.strerror or error}", remedy)

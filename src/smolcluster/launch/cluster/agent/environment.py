@@ -1,4 +1,4 @@
-"""Find a Python that has the package's requirements, or make a virtual environment."""
+"""Find a Python that has the package's requirements, or create a virtual environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from smolcluster.launch.cluster.agent.base import MAKE_ROOM, AgentError, disk_error, root_of, run_briefly, say
+from smolcluster.launch.cluster.agent.base import FREE_SPACE, AgentError, disk_error, root_of, run_briefly, say
 from smolcluster.launch.cluster.keeper import lock_file
 
 
@@ -55,8 +55,8 @@ def _make(given: str, root: Path, inside: Path, requirements: list[str]) -> None
 
 
 def _uv() -> str | None:
-    usual = [Path.home() / ".local/bin/uv", Path.home() / ".cargo/bin/uv", Path("/opt/homebrew/bin/uv")]
-    return shutil.which("uv") or next((str(path) for path in usual if path.exists()), None)
+    candidates = [Path.home() / ".local/bin/uv", Path.home() / ".cargo/bin/uv", Path("/opt/homebrew/bin/uv")]
+    return shutil.which("uv") or next((str(path) for path in candidates if path.exists()), None)
 
 
 @contextlib.contextmanager
@@ -120,10 +120,10 @@ print(json.dumps(missing))
 
 def _missing(python: str, requirements: list[str]) -> list[str]:
     """Return the requirements that this Python lacks."""
-    asked = run_briefly(python, "-c", _ASK, json.dumps(requirements), timeout_s=60)
-    if asked is None or asked.returncode != 0:
+    result = run_briefly(python, "-c", _ASK, json.dumps(requirements), timeout_s=60)
+    if result is None or result.returncode != 0:
         return requirements
-    found: list[str] = json.loads(asked.stdout)
+    found: list[str] = json.loads(result.stdout)
     return found
 
 
@@ -138,7 +138,7 @@ def _run(command: list[str]) -> None:
     if process.wait() != 0:
         text = " ".join(lines[-3:])
         if "No space left" in text or "Errno 28" in text:
-            raise AgentError("the disk is full", MAKE_ROOM)
+            raise AgentError("the disk is full", FREE_SPACE)
         reason = "; ".join(lines[-3:]) or f"status {process.returncode}"
         raise AgentError(
             f"making the environment failed: {reason}",
@@ -156,5 +156,5 @@ def version_of(folder: str, package: str, wanted: dict[str, Any], **_: Any) -> d
 
 def _version(python: str, package: str) -> str | None:
     ask = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
-    asked = run_briefly(python, "-c", ask, package, timeout_s=60)
-    return None if asked is None else asked.stdout.strip() or None
+    result = run_briefly(python, "-c", ask, package, timeout_s=60)
+    return None if result is None else result.stdout.strip() or None

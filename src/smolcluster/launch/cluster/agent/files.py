@@ -42,22 +42,22 @@ def unpack(folder: str, place: str, data: bytes, fresh: bool = False, **_: Any) 
 
 
 def _own_name(target: Path, what: str) -> Path:
-    """Return a unique name beside it: two clients may send the same files at once, also to a shared home directory."""
+    """Return a unique name in the same folder: two clients may send the same files at once, also to a shared home directory."""
     return target.with_name(f"{target.name}.{socket.gethostname()}-{os.getpid()}.{what}")
 
 
-def _put(whole: Path, target: Path) -> None:
+def _put(unpacked: Path, target: Path) -> None:
     """Rename it into place. Keep equal contents that another client has put there: processes may use them."""
     with contextlib.suppress(OSError):
-        whole.rename(target)
+        unpacked.rename(target)
         return
-    sizes = {path.relative_to(whole): path.stat().st_size for path in whole.rglob("*") if path.is_file()}
+    sizes = {path.relative_to(unpacked): path.stat().st_size for path in unpacked.rglob("*") if path.is_file()}
     with contextlib.suppress(OSError):
         if all((target / path).stat().st_size == size for path, size in sizes.items()):
             return
     old = _own_name(target, "old")
     target.rename(old)
-    whole.rename(target)
+    unpacked.rename(target)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -71,11 +71,11 @@ def _clear_out(newest: Path) -> None:
     for path in newest.parent.iterdir():
         with contextlib.suppress(OSError):  # another client may remove it first
             ages[path] = time.time() - path.stat().st_mtime
-    halves = [path for path in ages if path.suffix in (".new", ".old")]  # another client may be sending them now
+    partial = [path for path in ages if path.suffix in (".new", ".old")]  # another client may be sending them now
     copies = sorted(
-        (path for path in ages if path not in halves and path.name not in used), key=lambda path: ages[path]
+        (path for path in ages if path not in partial and path.name not in used), key=lambda path: ages[path]
     )
-    for path in [*copies[COPIES - 1 :], *(path for path in halves if ages[path] > LEFT_S)]:
+    for path in [*copies[COPIES - 1 :], *(path for path in partial if ages[path] > LEFT_S)]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -96,7 +96,7 @@ def read(folder: str, place: str, **_: Any) -> str | None:
 
 
 def tail(folder: str, place: str, **_: Any) -> list[str]:
-    """Return the last whole lines of a text file."""
+    """Return the last complete lines of a text file."""
     with contextlib.suppress(OSError), (root_of(folder) / place).open("rb") as file:
         begin = max(0, os.fstat(file.fileno()).st_size - PAST_BYTES)
         file.seek(begin)

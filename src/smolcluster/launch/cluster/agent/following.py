@@ -20,8 +20,8 @@ FOLLOW_S = 0.1  # polling interval of `follow`
 COPY_S = 0.5  # polling interval of `copy`
 BEAT_S = 2.0  # silence before a heartbeat is sent
 CHUNK_BYTES = 256 << 10
-SMALL_BYTES = 4 << 20  # limit for a file that is sent whole
-PROOF_BYTES = 4096
+SMALL_BYTES = 4 << 20  # limit for a file that is sent completely
+DIGEST_BYTES = 4096
 
 
 def follow(
@@ -131,8 +131,8 @@ class _Output:
 def copy(folder: str, name: str, run: str, have: dict[str, list[Any]], **_: Any) -> None:
     """Send the files of a run as they are written, until the client disconnects.
 
-    `have`: for each file the client's number of bytes and their digest (`proof_of`). Rows and logs are sent incrementally,
-    small files whole.
+    `have`: for each file the client's number of bytes and their digest (`digest_of`). Rows and logs are sent incrementally,
+    small files completely.
     """
     home = home_of(folder, name)
     known: dict[str, tuple[int, int]] = {}  # growing files: inode and bytes sent; others: time and size
@@ -142,7 +142,7 @@ def copy(folder: str, name: str, run: str, have: dict[str, list[Any]], **_: Any)
         for place, path in _files_of(home, run):
             with contextlib.suppress(OSError):
                 grows = path.suffix in (".jsonl", ".log")
-                sent = _copy_new(place, path, known, have) if grows else _copy_whole(place, path, known)
+                sent = _copy_new(place, path, known, have) if grows else _copy_all(place, path, known)
                 new = new or sent
         if new:
             beat = time.monotonic()
@@ -165,8 +165,8 @@ def _copy_new(place: str, path: Path, known: dict[str, tuple[int, int]], have: d
     with path.open("rb") as file:
         seen = os.fstat(file.fileno())
         if place not in known:
-            size, proof = have.get(place, [0, ""])
-            known[place] = (seen.st_ino, size if size <= seen.st_size and proof_of(file, size) == proof else 0)
+            size, digest = have.get(place, [0, ""])
+            known[place] = (seen.st_ino, size if size <= seen.st_size and digest_of(file, size) == digest else 0)
         number, at = known[place]
         if number != seen.st_ino or seen.st_size < at:  # it was replaced or truncated
             at = 0
@@ -179,13 +179,13 @@ def _copy_new(place: str, path: Path, known: dict[str, tuple[int, int]], have: d
     return bool(data)
 
 
-def proof_of(file: BinaryIO, size: int) -> str:
-    """Return the digest of the last PROOF_BYTES of a growing file's first `size` bytes."""
-    file.seek(max(0, size - PROOF_BYTES))
-    return hashlib.sha256(file.read(min(size, PROOF_BYTES))).hexdigest() if size else ""
+def digest_of(file: BinaryIO, size: int) -> str:
+    """Return the digest of the last DIGEST_BYTES of a growing file's first `size` bytes."""
+    file.seek(max(0, size - DIGEST_BYTES))
+    return hashlib.sha256(file.read(min(size, DIGEST_BYTES))).hexdigest() if size else ""
 
 
-def _copy_whole(place: str, path: Path, known: dict[str, tuple[int, int]]) -> bool:
+def _copy_all(place: str, path: Path, known: dict[str, tuple[int, int]]) -> bool:
     seen = path.stat()
     if known.get(place) == (seen.st_mtime_ns, seen.st_size) or seen.st_size > SMALL_BYTES:
         return False

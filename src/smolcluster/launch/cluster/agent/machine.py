@@ -50,13 +50,13 @@ def _memory() -> int | None:
 
 def _gpus() -> list[str]:
     """Return the names of NVIDIA GPUs, or the driver's error message."""
-    asked = run_briefly("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", timeout_s=20)
-    if asked is None:
+    result = run_briefly("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", timeout_s=20)
+    if result is None:
         return []
-    if asked.returncode == 0:
-        return asked.stdout.strip().splitlines()
-    lines = (asked.stdout + asked.stderr).strip().splitlines()
-    return [f"driver: {lines[0] if lines else 'no answer'}"]
+    if result.returncode == 0:
+        return result.stdout.strip().splitlines()
+    lines = (result.stdout + result.stderr).strip().splitlines()
+    return [f"driver: {lines[0] if lines else 'no response'}"]
 
 
 def _port_problem(bind: str, port: int) -> str | None:
@@ -89,7 +89,7 @@ def listen(bind: str, port: int, timeout_s: float, **_: Any) -> None:
 
 
 def probe(address: str, port: int, **_: Any) -> dict[str, Any]:
-    """Connect to a port. Return how long it took, or the layer that fails and the problem."""
+    """Connect to a port. Return how long it took, or the failing layer and the problem."""
     began = time.monotonic()
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S):
@@ -110,4 +110,4 @@ def layer_of(error: OSError) -> str:
 
 
 def problem_of(error: OSError) -> str:
-    return f"no answer in {CONNECT_S:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
+    return f"no response in {CONNECT_S:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)

@@ -1,4 +1,4 @@
-"""Requests from standard input, answers to standard output."""
+"""Read requests from standard input, write replies to standard output."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ OPERATIONS = {
 def main() -> None:
     os.umask(0o077)
     if os.name == "posix":  # not in the PATH of a non-login shell
-        usual = ["/opt/homebrew/bin", "/usr/local/bin", str(Path.home() / ".local/bin")]
-        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), *usual])
+        extra = ["/opt/homebrew/bin", "/usr/local/bin", str(Path.home() / ".local/bin")]
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), *extra])
     for line in sys.stdin.buffer:
         request = json.loads(line)
         operation = OPERATIONS[request.pop("op")]

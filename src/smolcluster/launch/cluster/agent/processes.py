@@ -98,7 +98,7 @@ def _start_keeper(command: list[str], *, session: str, window: str, panes: bool)
             return
     new_session: dict[str, Any] = {"start_new_session": True}
     if os.name == "nt":
-        new_session = {"creationflags": 0x00000008 | 0x00000200}  # detached, in a group of its own
+        new_session = {"creationflags": 0x00000008 | 0x00000200}  # detached, in a separate group
     nothing = subprocess.DEVNULL
     subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, close_fds=True, **new_session)
 
@@ -170,7 +170,7 @@ def stop(
     timeout_s: float = 90.0,
     **_: Any,
 ) -> dict[str, Any]:
-    """Ask keepers to end their processes, wait, and kill those that do not end in time.
+    """Request that keepers end their processes, wait, and kill those that do not end in time.
 
     Which: the named `processes`, those started by the `up` with this `mark`, or all; the last also cancels an `up` in progress.
     """

@@ -1,7 +1,7 @@
 """reduce_scatter over gloo with half the bytes of torch's implementation.
 
-torch all-reduces the whole tensor and keeps a part. Here every rank sends each other rank its part (all_to_all) and sums the
-received parts in rank order: (N-1)/N S bytes instead of 2 (N-1)/N S.
+torch all-reduces the full tensor and keeps a chunk. Here every rank sends each other rank its chunk (all_to_all) and sums the
+received chunks in rank order: (N-1)/N S bytes instead of 2 (N-1)/N S.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Summed:
-    """Work of an all_to_all; `wait` sums the received parts."""
+class PendingSum:
+    """The `dist.Work` of an all_to_all; `wait` sums the received chunks."""
 
-    def __init__(self, work: dist.Work, parts: Tensor, output: Tensor) -> None:
-        self._work, self._parts, self._output = work, parts, output
+    def __init__(self, work: dist.Work, chunks: Tensor, output: Tensor) -> None:
+        self._work, self._chunks, self._output = work, chunks, output
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
     def wait(self) -> None:
         self._work.wait()
-        torch.sum(self._parts, dim=0, dtype=self._output.dtype, out=self._output.view(-1))
+        torch.sum(self._chunks, dim=0, dtype=self._output.dtype, out=self._output.view(-1))
 
 
-def scatter_sum(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Summed:
-    parts = torch.empty_like(tensor)
-    work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
-    return Summed(work, parts.view(group.size(), -1), output)
+def start_reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> PendingSum:
+    chunks = torch.empty_like(tensor)
+    work = dist.all_to_all_single(chunks, tensor, group=group, async_op=True)
+    return PendingSum(work, chunks.view(group.size(), -1), output)
 
 
-class ScatterSum:
+class ReduceScatter:
     """The interface of FSDP2 (`FSDPModule.set_custom_reduce_scatter`)."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -48,6 +48,6 @@ class ScatterSum:
         async_op: bool = False,
     ) -> None:
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
-        scatter_sum(output_tensor, input_tensor, group).wait()
+        start_reduce_scatter(output_tensor, input_tensor, group).wait()
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
