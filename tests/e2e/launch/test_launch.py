@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.command import TINY, Beside, Process, Running, Smol, children, read_rows, read_summary
 from tests.places import at_most, eventually, free_port
 
-from smolcluster.comm.addresses import reach
+from smolcluster.comm.addresses import connect_tcp
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc")
 
@@ -243,7 +243,7 @@ def test_a_rank_that_waits_for_the_others_can_be_interrupted(smol: Smol, folder:
     running = by_hand(smol, folder, "lonely", 0, port)
 
     def listens() -> bool:
-        with contextlib.suppress(OSError), reach("127.0.0.1", port, timeout_s=1):
+        with contextlib.suppress(OSError), connect_tcp("127.0.0.1", port, timeout_s=1):
             return True
         return False
 
