@@ -241,23 +241,23 @@ class Worker:
                 (GatheredMean, "finish"),
                 (GatheredMean, "wait"),
                 (FlatEncoding, "decode"),
-                (DiLoCo, "_settle"),
+                (DiLoCo, "_await_due"),
             ):
                 stack.enter_context(clock.of(kind, name))
             self._take_step()
         seconds, nbytes = clock.seconds, self._group.traffic.bytes_sent - before
-        parts = {"bytes": float(nbytes), "outer step": seconds["_settle"] - seconds["_settle/wait"]}
+        parts = {"bytes": float(nbytes), "outer step": seconds["_await_due"] - seconds["_await_due/wait"]}
         if not self._group.others:  # all-reduced
             return parts | {"pseudo-gradient": seconds["_contribute"]}
         placing = self._group.seconds - placing
         out, into = self._copies(nbytes // (WORKERS - 1))
-        decode = seconds["_settle/wait/decode"]
+        decode = seconds["_await_due/wait/decode"]
         return parts | {
             "pseudo-gradient": seconds["_contribute"] - seconds["_contribute/finish"],
             "encode": seconds["_contribute/finish"] - out - placing,
             "copy": out + into,
             "decode": decode,
-            "mean": seconds["_settle/wait"] - decode - into,
+            "mean": seconds["_await_due/wait"] - decode - into,
         }
 
     def _take_step(self) -> StepReport:
