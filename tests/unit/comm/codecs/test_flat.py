@@ -98,7 +98,7 @@ def test_many_tensors_are_the_payloads_of_each(codec: Codec, shapes: list[Any], 
 @pytest.mark.parametrize("name", ["bf16", "int4", "int8", "blocktopk"])
 @pytest.mark.parametrize("limit", [5000, 10**9])
 def test_pieces_and_batches_do_not_matter(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, constant in ((flat, "CPU_PIECE"), (flat_blocks, "MOST")):
+    for module, constant in ((flat, "CPU_PIECE"), (flat_blocks, "BATCH_NUMBERS")):
         monkeypatch.setattr(module, constant, limit)
     shapes: list[Any] = [(64, 64), (100,), (130, 70), (20000,), (0,), (100,), (7,)]
     codec, tensors = make_codec(name), [drawn(shape, i) for i, shape in enumerate(shapes)]
