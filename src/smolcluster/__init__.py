@@ -3,7 +3,8 @@
     import smolcluster
     summary = smolcluster.train("gpt", strategy="allreduce", workers=2, overrides={"training.steps": 50})
 
-Importing the package imports neither torch nor anything else; names load when they are used.
+Importing the package imports neither torch nor anything else; names load when they are used. docs/architecture.md shows the
+folders; beside them stand errors.py, durable_files.py (fsync, rename), folders.py, locks.py, stopping.py (signals), version.py.
 """
 
 from typing import TYPE_CHECKING, Any

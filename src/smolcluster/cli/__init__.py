@@ -1,4 +1,7 @@
-"""The `smolcluster` command: one file per subcommand, which parses, calls and prints. No help imports torch."""
+"""The `smolcluster` command: one file per subcommand, which parses, calls and prints. No help imports torch.
+
+Shared: options.py, batch.py (job files), client.py (clients of a service), screen.py (output), ending.py (exit status).
+"""
 
 from __future__ import annotations
 

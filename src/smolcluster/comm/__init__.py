@@ -6,7 +6,7 @@ buckets.py        gradients in flat buckets, all-reduced during backward
 codecs/           gradients as bytes
 encoded_sum.py    all-reduce of encoded gradients
 gathered_mean.py  mean of encoded contributions, gathered by every member
-contributions.py  encoded contributions on the elastic plane, sent to the member that sums them
+contributions.py  encoded contributions, sent to the member that sums them
 fragmented.py     one fragment of the model in each round
 view.py           the members of a round, numbered by epoch
 work.py           handles of asynchronous work, traffic counters

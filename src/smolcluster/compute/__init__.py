@@ -1,6 +1,6 @@
 """Computation on one machine.
 
-replica.py          a whole model on a device: forward, backward, apply
+replica.py          a model, or this rank's part of one, on a device: forward, backward, apply
 optim.py            optimizers, the learning-rate schedule
 muon.py             the optimizer Muon; bare_optimizers.py: AdamW and SGD that import fast
 precision.py        autocast, loss scale

@@ -1,4 +1,4 @@
-"""The live page of a run and its terminal view, both made only from the files of the run directory.
+"""The live page of a run and its terminal view, made from the files of the run directory and readings of this machine.
 
 run_reader.py       reads metrics.jsonl, history and logs as they grow (follow.py, run_files.py, logs.py)
 ranks.py            one rank: its latest row and its state

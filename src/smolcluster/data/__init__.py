@@ -13,5 +13,5 @@
     names.py       the values of `data.name`
     example_prompts.py    prompts for a model without a chat template
 
-Importing this package imports no torch.
+Importing the package alone imports no torch.
 """

@@ -2,7 +2,7 @@
 
 protocols.py      interfaces that a model implements to be pipelined, sharded, served
 registry.py       the architectures by name; architecture.py: the record of each, defined next to its config
-gpt.py            the decoder: GPT-2, Llama, Qwen2 and, with the shape of qwen3.py, Qwen3
+gpt.py            the decoder, with its KV cache: GPT-2, Llama, Qwen2 and, with the shape of qwen3.py, Qwen3
                   gpt_config.py: its configuration; gpt_names.py: names in other formats; gpt_tensor.py: tensor parallel plan
 attention.py      attention and rotary positions
 parts.py          a range of layers; ragged.py: a batch of pieces of many sequences

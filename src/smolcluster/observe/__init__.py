@@ -1,8 +1,9 @@
-"""The events of a run and the sinks that receive them. Nothing here imports torch.
+"""The events of a run and the sinks that receive them. Only TensorBoard's sink imports torch.
 
 events.py       typed events
 observer.py     delivers them to sinks; pipe.py: from a worker process to its launcher
-console.py      the terminal; live.py: in place; run_state.py: the state that it shows; summary.py, plot.py, text.py: its parts
+console.py      the terminal; live.py: in place; run_state.py: the state that it shows; plot.py, text.py: its parts
+summary.py      what a run prints at its end
 jsonl.py        metrics.jsonl
 tracking.py     TensorBoard, Weights & Biases
 prometheus.py   metrics for Prometheus

@@ -1,6 +1,6 @@
 """The building blocks of fsdp, tensor, pipeline and mesh.
 
-placement.py         the result of `Strategy.plan`: seats, costs, refusals
+placement.py         the result of `Strategy.plan` of any strategy: seats, costs, refusals
 axes.py              numbering of ranks on a mesh
 stages.py            a model cut into pipeline stages; split.py: by speed; tracing.py: any model
 pipe.py              torch's schedules over these stages; timeline.py: drawn

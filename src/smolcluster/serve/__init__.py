@@ -14,4 +14,5 @@ layers. A spare is a stage process without layers, on standby until another one 
     text/      conversations to tokens and back
     http/      service.py, api.py: the HTTP service
     client/    the client in a terminal
+    main.py    `smolcluster serve`
 """

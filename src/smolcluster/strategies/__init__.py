@@ -1,4 +1,4 @@
-"""The algorithms: one file each, in the order of its paper.
+"""The algorithms: one file each, in the order of its paper. Steps that several of them share are in base/.
 
 single.py           one process: the reference
 allreduce.py        ClassicDP: gradients averaged, bounded staleness

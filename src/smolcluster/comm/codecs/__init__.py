@@ -10,7 +10,8 @@
 
     packer.decode(payload, gradients)                                        the receiver
 
-Each file documents method, error bounds and bytes; docs/codecs.md compares them.
+The file of a codec documents method, error bounds and bytes; docs/codecs.md compares them. To add one: a class here and its
+name in `CODECS` below, in `CODECS` of elastic/transport/frames.py (numbers on the wire) and in `Codec` of config/options.py.
 
     base.py                          the interface; bits.py, bins.py: bit fields, bins of equal width
     casts.py                         fp32, fp16, bf16

@@ -3,10 +3,10 @@
 server.py            the server process: admits workers, writes the record of the run
 server_side.py       base of all servers: waits for members, grants leases, refuses gradients
 parameter_server/    servers that hold the weights: `syncps`, `edp`
-coordination/        the coordinator, which holds no weights: `allreduce`, `fsdp`, `diloco`
+coordination/        the coordinator, where workers hold the weights: `allreduce`, `fsdp`, `diloco`
 worker.py            the worker process: joins, trains, rejoins; member_side.py: its membership
 rounds.py            the rounds of a worker: views, leases, agreement
-wal/                 the server's write-ahead log; history.py: the readable log of committed steps
+wal/                 the server's write-ahead log; history.py: the readable log of commits and membership
 admission.py         which workers may join; adopted_config.py: what they adopt from the server's configuration
 gradient_gate.py     refuses gradients that are not finite or far too large; weight_claims.py: false weights
 deadline.py          the compute deadline of members; balance.py: equal time on machines of different speed

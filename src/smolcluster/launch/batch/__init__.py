@@ -7,5 +7,6 @@
     containers.py    shared by the last two: paths and commands in a container
     text.py          conservative YAML; times as Slurm writes them
 
-Rendering is pure: a `BatchJob` and the system's settings give text. `cli/batch.py` writes and submits it.
+Rendering is pure: a `BatchJob` and the system's settings give text. `cli/batch.py` writes and submits it; a
+system's variables for the rank are read in launch/environment.py.
 """

@@ -1,13 +1,13 @@
 """The interface of a strategy: how several machines train one model.
 
 A strategy is one file that reads like its paper. `plan` places the ranks and states the cost of a step in advance, `setup`
-builds, partitions or wraps the model, `step` takes one training step. It reaches other ranks through a `Group`, never through a
-socket. The loop in `engine/` calls these methods and names no strategy.
+builds, partitions or wraps the model, `step` takes one training step. It reaches other ranks through `Rounds` or a `Group`,
+never through a socket. The loop in `engine/` calls these methods and names no strategy.
 
     replicated.py         base of strategies with the whole model on each worker
-    local_steps.py        base of local SGD and `diloco`; local_round.py: progress of a round; local_state.py: what is saved
+    local_steps.py        base of `diloco` and of other local SGD; local_round.py: progress of a round; local_state.py: saving;
                           local_contributions.py, late_work.py: rounds that come too late
-    parallel.py           base of fsdp, tensor, pipeline and mesh; partial_state.py: saving a part of a model
+    parallel.py           base of fsdp stages 2 and 3, tensor, pipeline and mesh; partial_state.py: saving a part of a model
     weight_prediction.py  predicts the weights of the server of `edp`
 """
 

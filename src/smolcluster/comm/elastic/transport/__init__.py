@@ -6,7 +6,7 @@ messages.py             the kinds of messages, the identity of a peer
 frames.py, parser.py    messages as bytes, and back: every length is checked here
 handshake.py            authentication of a new connection, as a state machine
 security.py             cluster tokens, keys, certificate
-connection.py           one connection: reading, heartbeats, closing; send_queue.py: writing
+connection.py           one connection: reading, writing, heartbeats; send_queue.py: what waits to be sent
 pending_connections.py  accepted connections that are not yet authenticated
 payloads.py, sockets.py helpers
 """

@@ -1,4 +1,4 @@
-"""The coordinator: it agrees with workers on members and rounds, and holds no weights.
+"""The coordinator: it agrees with workers on members and rounds, and trains no weights.
 
 coordinator.py    members, views, commits
 results.py        checks what members report of a round
