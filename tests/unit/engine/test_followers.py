@@ -264,6 +264,23 @@ def test_a_partial_cut_costs_the_fewest_members(suspicions: list[tuple[int, int]
     assert run.coordinator._committed == 2
 
 
+@pytest.mark.parametrize("rounds_ahead", [1, 2])
+def test_a_suspicion_counts_no_more_when_a_round_that_was_leased_after_it_is_committed(rounds_ahead: int) -> None:
+    """The members have exchanged that round, so they reach each other. Earlier rounds may have been exchanged before."""
+    run = Run(replicated=True, rounds_ahead=rounds_ahead)
+    run.join(0, 1, 2)
+    run.commit(1)
+    run.hear(0, Message(kind=Kind.SUSPECT, epoch=run.links[0].last(Kind.VIEW).epoch, meta={"rank": 1}))
+    run.go_on()
+    for step in range(2, 2 + rounds_ahead):
+        run.commit(step)
+        assert list(run.coordinator._evictions.suspicions) == [(0, 1)]
+    run.commit(2 + rounds_ahead)
+    assert not run.coordinator._evictions.suspicions
+    suspect(run, (1, 2), (2, 1))  # a later one counts
+    assert len(run.roster.members) == 2
+
+
 def test_a_member_that_is_silent_explains_the_suspicions() -> None:
     run = Run(replicated=True)
     run.join(0, 1, 2)

@@ -462,6 +462,17 @@ def test_a_lost_link_is_reported_only_by_those_who_need_it(world: World) -> None
     )
 
 
+def test_a_lost_link_is_reported_again_when_the_next_operation_needs_it(world: World) -> None:
+    """The coordinator may have dropped the first report, because rounds were committed since."""
+    members = (world.add(0, connect_s=0.2), world.add(1))
+    groups = world.form(View(1, 0, members))
+    at_once(groups, lambda group: group.barrier())
+    world.kill(members[1])
+    eventually(lambda: members[0].instance in {who for who, _, _ in world.lost})
+    groups[0].send(torch.ones(1), to=1)
+    eventually(lambda: (members[0].instance, members[1], "no connection within 0.2 s") in world.lost)
+
+
 def test_a_neighbour_that_cannot_be_reached_is_reported(world: World) -> None:
     first, second = world.add(0, connect_s=0.2), world.add(1, connect_s=0.2)
     gone = ViewMember(2, instance(2), "here", "127.0.0.1:9")

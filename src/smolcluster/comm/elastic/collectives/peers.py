@@ -219,15 +219,16 @@ class Peers:
             return
         # A second link does not help: chunks that were queued at this one are not sent again.
         pieces_lost = was_used and exchange.error is None
-        if pieces_lost or not self._links.linked_to(exchange.view.members[index]):
+        if pieces_lost or not self._connected_to(exchange.view.members[index]):
             self._lost(exchange.view.members[index], reason)
 
     def refused(self, address: str, reason: str) -> None:
         members = self._exchange.view.members if self._exchange is not None else ()
         for member in members:
             if member.address == address:
-                self._hang_up(member.instance)  # the next view may try again
-                self._lost(member, reason)
+                self._hang_up(member.instance)  # the next operation may try again
+                if not self._connected_to(member):
+                    self._lost(member, reason)
 
     # Proofs
 
@@ -416,6 +417,7 @@ class Peers:
 
     def _lost(self, member: ViewMember, reason: str) -> None:
         log.log(logging.INFO if reason == LEFT else logging.WARNING, "cannot reach %s: %s", member.name, reason)
+        self._needed.discard(self._index.get(member.instance, -1))  # the next operation makes another link
         self.on_lost(member, reason)
 
     # Receiving a state

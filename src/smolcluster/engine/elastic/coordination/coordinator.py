@@ -139,7 +139,7 @@ class Coordinator(HoldsState):
                 if message.kind is Kind.DONE:
                     self._take_done(member, message)
                 elif message.kind is Kind.SUSPECT:
-                    self._evictions.take_suspicion(member, message)
+                    self._evictions.take_suspicion(member, message, leased=max(self._rounds, default=self._committed))
                 elif message.kind is Kind.WAITING:
                     self._watch.waits(member.instance, now=time.monotonic())
                     if message.step in self._rounds[:1]:
@@ -176,7 +176,7 @@ class Coordinator(HoldsState):
         """Form a view of all connected members, from the first step that is not committed."""
         roster, committed = self._roster, self._committed
         self._view_due = False
-        self._evictions.suspicions.clear()
+        self._evictions.clear()
         if not self._replicated:
             self._uploads.abandon()  # its parts would come from two views
         before, staying = self._view_instances, self._holders()
@@ -422,6 +422,7 @@ class Coordinator(HoldsState):
         steps = step - self._committed
         self.server_context.record(Commit(step=step, steps=steps, contributors=totals.contributors, numbers=numbers))
         self._committed, self._disagreements = step, 0
+        self._evictions.committed(step)
         roster.patience_s = self._watch.median_s
         self._watch.commit(instances, now=time.monotonic())
         self._late.committed()

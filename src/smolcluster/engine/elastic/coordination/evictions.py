@@ -19,13 +19,26 @@ class Evictions:
     def __init__(self, roster: Roster, *, connect_s: float) -> None:
         self._roster, self._connect_s = roster, connect_s
         self.suspicions: dict[Suspicion, float] = {}  # of the current view, each with its first time
+        self._leased: dict[Suspicion, int] = {}  # the last step that was leased when it was reported
         self._counts = EvictionCounts()
         self.quarantined_until: dict[int, float] = {}  # by rank, on the clock of time.monotonic
 
-    def take_suspicion(self, member: Member, message: Message) -> None:
+    def take_suspicion(self, member: Member, message: Message, *, leased: int) -> None:
+        """`leased`: the last step that members hold leases of."""
         other = message.meta.get("rank")
         if isinstance(other, int) and other in self._roster.members and other != member.rank:
             self.suspicions.setdefault((member.rank, other), time.monotonic())
+            self._leased.setdefault((member.rank, other), leased)
+
+    def committed(self, step: int) -> None:
+        """Drop the suspicions from before this step was leased: all members have exchanged its round since."""
+        for suspicion in [suspicion for suspicion, leased in self._leased.items() if leased < step]:
+            del self.suspicions[suspicion], self._leased[suspicion]
+
+    def clear(self) -> None:
+        """Drop all suspicions: there is a new view."""
+        self.suspicions.clear()
+        self._leased.clear()
 
     def unreachable(self) -> dict[Member, str]:
         """Return the fewest members to evict so that all others reach each other, with reasons; empty until it is time."""
@@ -39,7 +52,7 @@ class Evictions:
             wait_s = self._connect_s + WITNESS_S
         if now < first + wait_s:
             return {}
-        self.suspicions.clear()
+        self.clear()
         silent = [rank for rank, member in members.items() if member.link.silent_s > SILENT_S]
         recent = {rank: self._counts.count(rank, now=now) for rank in members}
         evicted = {}
