@@ -5,9 +5,10 @@ learning rates. The time counts until the loss of the global batch, averaged ove
 and the synchronous strategies follow the same curve, so for them it is a number of steps; edp follows a curve of its own.
 
 Compared: torch DDP with bucket views (gloo) against elastic allreduce and syncps with `cluster.batch_size: auto`, which divide
-the same global batch by measured speed; edp, where a worker waits little; and diloco with rounds of 16 steps in fp32 (and with
-preset lan), its batch divided in the same way. A row of diloco is a round: its loss is the mean over the steps that workers
-took in it, so all means are over equally many steps.
+the same global batch by measured speed; edp, where a worker waits little; diloco with rounds of 16 steps in fp32 (and with
+preset lan), its batch divided in the same way; and diloco with `inner_steps: auto`, where each worker takes the steps that fit
+into the same time. A row of diloco is a round: its loss is the mean over the steps that workers took in it, so all means are
+over about equally many steps.
 
 Named peers, where they are installed (`pip install 'smolcluster[bench]'`): an asynchronous parameter server on Ray, which
 applies every gradient when it arrives, on two nodes, and hivemind's Optimizer, which ends an epoch as soon as all peers
@@ -41,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
-from benchmarks.harness.elastic_run import ElasticRun, elastic_config
+from benchmarks.harness.elastic_run import ElasticRun, elastic_config, options_of
 from benchmarks.harness.peer_programs import hivemind_peers, ray_server, usable
 from benchmarks.harness.pipes import Message
 from benchmarks.harness.slow import slowed
@@ -50,6 +51,7 @@ from benchmarks.harness.world import World, serve
 from benchmarks.peers.ddp import DDPTraining
 from benchmarks.peers.work import Work
 from smolcluster.comm.group import Group
+from smolcluster.config.options import RoundOptions
 from smolcluster.config.schema import Config
 from smolcluster.engine.elastic import history
 from smolcluster.errors import SmolclusterError, UserError
@@ -58,7 +60,7 @@ from smolcluster.observe.events import StepLogged
 EXAMPLE = "python -m benchmarks p4 --peers --repeats 3"
 SHAPE = dataclasses.replace(SHAPES["0.8m"], batch_size=32)
 FAST, SLOW = 0, 1  # cores, and the ranks on them
-TARGET, TARGET_OF = 2.2, {"diloco, auto": 2.4}
+TARGET, TARGET_OF = 2.2, {"diloco, auto": 2.4, "diloco, equal time": 2.4}
 STEPS = 400  # of the schedule; a run ends at the loss
 EVERY, ROWS = 4, 8  # a row every so many steps; the loss is the mean of so many rows
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,8 +74,9 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
         "diloco",
         {"cluster.batch_size": "auto", "strategy.inner_steps": 16, "strategy.preset": "lan"},
     ),
+    "diloco, equal time": ("diloco", {"strategy.inner_steps": "auto"}),
 }
-BESIDE = ("syncps, auto", "edp", "edp, every push", "diloco, auto")  # of ours, with --peers
+BESIDE = ("syncps, auto", "edp", "edp, every push", "diloco, equal time")  # of ours, with --peers
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {  # package and order of a peer that is a program of its own
     "Ray, async server": ("ray", {"mode": "async", "machines": [FAST, SLOW]}),
     # Parameters are averaged now and then, instead of at every epoch: that saves it time.
@@ -188,7 +191,8 @@ def time_of_ours(strategy: str, overrides: dict[str, Any], loss: float) -> tuple
     """Return the seconds to the loss, and the samples of each worker in a step at the end."""
     overrides = {"logging.log_interval": EVERY, **overrides}
     config = elastic_config(SHAPE, workers=2, steps=STEPS, strategy=strategy, overrides=overrides)
-    apart = max(EVERY, overrides.get("strategy.inner_steps", 1))  # steps from row to row
+    options = options_of(config)[1]
+    apart = options.steps_per_round if isinstance(options, RoundOptions) else EVERY  # steps from row to row
 
     def enough(rows: Sequence[StepLogged]) -> bool:
         curve = [(row.time, row.loss) for row in rows if row.step % apart == 0]

@@ -114,7 +114,7 @@ class Cluster:
     def step(self, step: int) -> None:
         """Every member reports that it waits, and then its result."""
         epoch = self.links[0].last(Kind.VIEW).epoch
-        meta = {"mine": "1.0", "held": "1.0", "loss": "1.0", "apply_s": 0.0}
+        meta = {"mine": "1.0", "held": "1.0", "loss": "1.0", "fixed_s": 0.0}
         for kind in (Kind.WAITING, Kind.DONE):
             for rank, link in self.links.items():
                 said = meta | {"compute_s": 0.1 + rank / 1000} if kind is Kind.DONE else {}

@@ -25,7 +25,7 @@ from smolcluster.parallel.shards import owners
 from smolcluster.strategies.base import Commit, Context, ServerContext, State
 
 STEPS = 10
-DONE = {"mine": "1.0", "held": "1.0", "loss": "1.0", "compute_s": 0.1, "apply_s": 0.0}
+DONE = {"mine": "1.0", "held": "1.0", "loss": "1.0", "compute_s": 0.1, "fixed_s": 0.0}
 NAMES = [name for name, _ in Tiny(config=None).model().named_parameters()]  # type: ignore[arg-type]
 SIZES = [p.numel() for p in Tiny(config=None).model().parameters()]  # type: ignore[arg-type]
 

@@ -33,7 +33,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,7 @@ from smolcluster.comm.group import PeerLost
 from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds, UnreadableContribution
 from smolcluster.comm.view import View, ViewChanged, ViewMember
 from smolcluster.engine.alone import Alone
+from smolcluster.engine.elastic.busy_time import BusyTime
 from smolcluster.engine.elastic.deadline import WAITING_S
 from smolcluster.engine.elastic.member_side import MemberSide
 from smolcluster.errors import SmolclusterError
@@ -88,6 +90,7 @@ class ElasticRounds(Rounds, MemberSide):
         self._link.at_once(Kind.VIEW, self._announced)
         self._link.at_once(Kind.WELCOME, lambda _: self._abort("this worker was evicted and rejoins"))
         self._link.at_once(None, self._on_disconnected)
+        self._busy = BusyTime()
         self._apply_s = 0.0  # time to apply the last result
         self._round = 0  # the last step of the round that was begun
         self._local: Mapping[str, Any] | None = None  # of the last round: a restarted coordinator needs it
@@ -157,6 +160,14 @@ class ElasticRounds(Rounds, MemberSide):
         mine.epoch = self._epoch
         return lambda: self.combination.start(mine.slot, weight=mine.weight, scale=mine.scale)
 
+    @contextmanager
+    def contribute(
+        self, step: int, *, samples: int, weight: float, counted: bool, scale: float
+    ) -> Iterator[Contribution]:
+        contribution = super().contribute(step, samples=samples, weight=weight, counted=counted, scale=scale)
+        with self._busy.computing(), contribution as mine:
+            yield mine
+
     def _contributed(self, mine: Contribution, started: float) -> None:
         assert mine.loss is not None
         mine.host_loss = float(mine.loss)  # waits for the GPU
@@ -213,9 +224,11 @@ class ElasticRounds(Rounds, MemberSide):
         mine, held = self.combination.norms(flight.slot)
         mine /= flight.weight or 1.0
         flight.reported = True
+        # With local steps most of the computing is before the contribution.
+        fixed_s = self._apply_s if self.local_steps > 1 else max(self._apply_s, self._busy.end_step())
         # As text: JSON has no NaN, and all must parse the same number.
         meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.host_loss)}
-        meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s, "weight": flight.weight}
+        meta |= {"compute_s": flight.compute_s, "fixed_s": fixed_s, "weight": flight.weight}
         meta |= {"scale": flight.scale, "samples": flight.samples}
         if flight.local is not None:
             meta["local"] = self._local = flight.local

@@ -19,6 +19,8 @@ from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.frames import UnexpectedPayload
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
+from smolcluster.engine.elastic import busy_time
+from smolcluster.engine.elastic.busy_time import BusyTime
 from smolcluster.engine.elastic.gradient_gate import MAX_REJECTIONS_OF_MEMBER, GradientGate
 from smolcluster.engine.elastic.server_side import ServerSide, share_out, smoothed
 from smolcluster.parallel.shards import backed_up_by, backup_of, owners, providers
@@ -54,6 +56,27 @@ def test_all_are_done_at_one_time_whatever_a_step_takes_beside_computing() -> No
     assert sum(shares) == 1000
     assert abs(done_s[0] - done_s[1]) <= 1 / min(speeds)
     assert share_out(10, [100.0, 100.0], [0.0, 5.0]) == [9, 1]  # even idle it would be the last
+
+
+def test_a_machine_with_a_quarter_of_a_core_needs_four_times_as_long_to_move_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what a checkpoint costs, once, does not count."""
+    now = {"wall": 0.0, "cpu": 0.0}
+    clock = SimpleNamespace(perf_counter=lambda: now["wall"], process_time=lambda: now["cpu"])
+    monkeypatch.setattr(busy_time, "time", clock)
+
+    def spend(cpu_s: float, *, waiting_s: float = 0.0) -> None:
+        now["cpu"] += cpu_s
+        now["wall"] += 4 * cpu_s + waiting_s
+
+    busy = BusyTime()
+    assert busy.end_step() == 0.0
+    for checkpoint_s in (0.0, 0.0, 7.0, 0.0):
+        with busy.computing():
+            spend(0.1)
+        spend(0.02 + checkpoint_s, waiting_s=3.0)
+        assert busy.end_step() == pytest.approx(0.08)
 
 
 @pytest.mark.parametrize(

@@ -443,10 +443,10 @@ class Coordinator(HoldsState):
             samples, weight = totals.add(member, step, leases.commit(member.instance, step), report)
             if weight:
                 self.gate.accept(float(report["mine"]), instance=member.instance)
-            compute_s, apply_s = float(report["compute_s"]), float(report["apply_s"])
+            compute_s, fixed_s = float(report["compute_s"]), float(report["fixed_s"])
             local = LocalReport.of(report)
             steps = local.steps if local is not None else 1
-            self.note_speed(member, samples=samples, compute_s=compute_s, fixed_s=apply_s, steps=steps)
+            self.note_speed(member, samples=samples, compute_s=compute_s, fixed_s=fixed_s, steps=steps)
         totals.weight = totals.weight or float(totals.samples > 0)  # no target counts: all gradients are zero
         return totals
 

@@ -39,7 +39,7 @@ class RoundTotals:
 def is_well_formed(report: Report) -> bool:
     """Return whether a DONE message has all its numbers."""
     try:
-        numbers = [float(report[name]) for name in ("mine", "held", "loss", "compute_s", "apply_s")]
+        numbers = [float(report[name]) for name in ("mine", "held", "loss", "compute_s", "fixed_s")]
         return bool(numbers) and 0 <= float(report.get("weight", 0.0)) < 2**53
     except (KeyError, TypeError, ValueError):
         return False
