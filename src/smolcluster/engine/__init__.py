@@ -5,7 +5,7 @@ role.py            base of every process of a run: log, observer, task, checkpoi
 worker.py          a rank of the mesh plane; elastic/: server and workers of the elastic plane
 process/           entry points of these processes
 checkpoint/        what is saved, and how it becomes durable
-reader.py          the samples of a step; alone.py: those of a worker without a link
+reader.py          the samples of a step
 evaluate.py        metrics on the validation set; best.py: the best checkpoint
 record.py          metric rows and the final report; step_clock.py: times of steps
 summary.py         summary.json; profiler.py: `--profile`

@@ -7,7 +7,7 @@
 A sink keeps the latest values and is a collector of `prometheus_client`, which formats them. A small HTTP server in a thread
 serves GET /metrics and GET /health, only for Host headers that name this machine, which prevents DNS rebinding. The server of
 `prometheus_client` lacks that check, a limit of clients and an idle timeout. This one listens on loopback unless
-`logging.prometheus_host` is set; whoever can connect can read the numbers, and change nothing.
+`logging.prometheus_host` is set; anyone who can connect can read the numbers, and change nothing.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ server.py            the server process: admits workers, writes the record of th
 server_side.py       base of all servers: waits for members, grants leases, refuses gradients
 parameter_server/    servers that hold the weights: `syncps`, `edp`
 coordination/        the coordinator, where workers hold the weights: `allreduce`, `fsdp`, `diloco`
-worker.py            the worker process: joins, trains, rejoins; member_side.py: its membership
+worker.py            the worker process: joins, trains, rejoins; member_side.py: its membership;
+                     alone.py: its training without a link
 rounds.py            the rounds of a worker: views, leases, agreement
 wal/                 the server's write-ahead log; history.py: the readable log of commits and membership
 admission.py         which workers may join; adopted_config.py: what they adopt from the server's configuration

@@ -21,7 +21,7 @@ to rounds that the others have computed. Where every member holds the whole resu
 while the others train: it gets a state through the coordinator, then the results of the rounds since, and applies them
 (`coordination/followers.py`).
 
-A worker may train on alone while it has no link to the coordinator (`engine/alone.py`).
+A worker may train on alone while it has no link to the coordinator (`alone.py`).
 
 The coordinator's record survives a restart. The workers reconnect and report what they hold; a round whose COMMIT was recorded
 and not received is applied from the result that they kept.
@@ -50,7 +50,7 @@ from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.group import PeerLost
 from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds, UnreadableContribution
 from smolcluster.comm.view import View, ViewChanged, ViewMember
-from smolcluster.engine.alone import Alone
+from smolcluster.engine.elastic.alone import Alone
 from smolcluster.engine.elastic.busy_time import BusyTime
 from smolcluster.engine.elastic.deadline import WAITING_S
 from smolcluster.engine.elastic.member_side import MemberSide
