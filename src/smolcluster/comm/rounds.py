@@ -11,7 +11,7 @@ A round is identified by its last step. With h > 1 local steps, rounds end at mu
 
 `settle` calls the strategy's `apply(result)` for each committed round: in order, on this thread, with the same result on every
 member. On the mesh plane every round commits (`MeshRounds`). On the elastic plane a round commits when the coordinator has
-recorded it; it is combined again without lost members (`engine/elastic/rounds.py`). Strategies see no difference.
+recorded it; it is combined again without lost members (`engine/elastic/member/rounds.py`). Strategies see no difference.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ g_0, g_1, g_2, ... in that order:
 
 So s - v <= K always, replicas stay bit-identical for any optimizer, and K = 0 is plain synchronous training. On the mesh plane
 v = max(0, s - K). On the elastic plane g_v is applied once it is committed; the members agree on its contributors first
-(`engine/elastic/rounds.py`), and the death of a member costs its share of the steps in flight. A worker whose gradients arrive
-too late has them dropped, or stops: `on_stale`. Evaluation uses the weights at version v; a checkpoint of the mesh plane also
-has the gradients in flight. They are applied after the last step.
+(`engine/elastic/member/rounds.py`), and the death of a member costs its share of the steps in flight. A worker whose gradients
+arrive too late has them dropped, or stops: `on_stale`. Evaluation uses the weights at version v; a checkpoint of the mesh plane
+also has the gradients in flight. They are applied after the last step.
 
 All workers start with the weights of rank 0. Gradients are weighted by samples, so the mean is exact with unequal batch sizes;
 or by targets where the task counts them, which takes one number more. A parameter that a worker did not use counts as zero; one

@@ -21,7 +21,7 @@ from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.view import View
 from smolcluster.engine.elastic.admission import Admission
 from smolcluster.engine.elastic.coordination.coordinator import Coordinator
-from smolcluster.engine.elastic.rounds import ElasticRounds
+from smolcluster.engine.elastic.member.rounds import ElasticRounds
 from smolcluster.engine.elastic.step_outputs import StepOutputs
 from smolcluster.engine.identity import instance_of, run_id_in
 from smolcluster.errors import SmolclusterError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smolcluster.engine.elastic.own_state import OwnState
+from smolcluster.engine.elastic.member.own_state import OwnState
 
 
 def test_it_is_read_back_as_it_was_for_that_step_and_rank_alone(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ from smolcluster.engine.elastic.admission import Admission, RowQuota, layout_of
 from smolcluster.engine.elastic.adopted_config import MAX_STEPS
 from smolcluster.engine.elastic.coordination.coordinator import Coordinator
 from smolcluster.engine.elastic.evaluator import Evaluator
+from smolcluster.engine.elastic.member.rounds import connect_s
 from smolcluster.engine.elastic.parameter_server.asynchronous import AsynchronousServer
 from smolcluster.engine.elastic.parameter_server.synchronous import SynchronousServer
-from smolcluster.engine.elastic.rounds import connect_s
 from smolcluster.engine.elastic.server_side import ServerSide
 from smolcluster.engine.elastic.server_start import bound_journal, choose_start, count_steps
 from smolcluster.engine.elastic.server_state import ServerState

@@ -24,10 +24,10 @@ from smolcluster.data.sampler import Sampler
 from smolcluster.engine.checks import batch_size_on, is_automatic
 from smolcluster.engine.elastic.admission import layout_of, short_layout
 from smolcluster.engine.elastic.adopted_config import ServerPlan, adopt, read_plan
-from smolcluster.engine.elastic.member_side import MemberSide
-from smolcluster.engine.elastic.own_state import OwnState
+from smolcluster.engine.elastic.member.member_side import MemberSide
+from smolcluster.engine.elastic.member.own_state import OwnState
+from smolcluster.engine.elastic.member.rounds import ElasticRounds
 from smolcluster.engine.elastic.parameter_server.pushed_rounds import PushedRounds
-from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.elastic.server_summary import replica_sha256
 from smolcluster.engine.identity import instance_of, new_peer, new_secret
 from smolcluster.engine.loop import Loop

@@ -19,9 +19,9 @@ from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.frames import UnexpectedPayload
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
-from smolcluster.engine.elastic import busy_time
-from smolcluster.engine.elastic.busy_time import BusyTime
 from smolcluster.engine.elastic.gradient_gate import MAX_REJECTIONS_OF_MEMBER, GradientGate
+from smolcluster.engine.elastic.member import busy_time
+from smolcluster.engine.elastic.member.busy_time import BusyTime
 from smolcluster.engine.elastic.server_side import ServerSide, share_out, smoothed
 from smolcluster.parallel.shards import backed_up_by, backup_of, owners, providers
 

@@ -1,7 +1,7 @@
 """The coordinator of strategies without a parameter server: it decides who is a member and which rounds are committed.
 
-`rounds.py` is the workers' side. The coordinator holds only the weights that a run starts with, and those it requests from
-workers to evaluate, save or send on.
+`member/rounds.py` is the workers' side. The coordinator holds only the weights that a run starts with, and those it requests
+from workers to evaluate, save or send on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from smolcluster.engine.elastic.coordination.round_numbers import next_rounds, w
 from smolcluster.engine.elastic.coordination.state_upload import StateUploads, UnusableState
 from smolcluster.engine.elastic.deadline import ComputeWatch
 from smolcluster.engine.elastic.gradient_gate import MAX_FAILED_ATTEMPTS
-from smolcluster.engine.elastic.rounds import CONNECT_S
+from smolcluster.engine.elastic.member.rounds import CONNECT_S
 from smolcluster.engine.elastic.server_side import RECONNECT_S, send_state
 from smolcluster.engine.elastic.weight_claims import Claims
 from smolcluster.errors import SmolclusterError

@@ -27,7 +27,7 @@ from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.rounds import AtServer, Committed, Contribution, ServerRounds
 from smolcluster.compute.replica import Replica
 from smolcluster.config.options import ServedOptions
-from smolcluster.engine.elastic.member_side import MemberSide
+from smolcluster.engine.elastic.member.member_side import MemberSide
 from smolcluster.strategies.base.replicated import Announced, Pushing
 
 SLOTS = 1  # memory for one mean

@@ -50,10 +50,10 @@ from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.group import PeerLost
 from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds, UnreadableContribution
 from smolcluster.comm.view import View, ViewChanged, ViewMember
-from smolcluster.engine.elastic.alone import Alone
-from smolcluster.engine.elastic.busy_time import BusyTime
 from smolcluster.engine.elastic.deadline import WAITING_S
-from smolcluster.engine.elastic.member_side import MemberSide
+from smolcluster.engine.elastic.member.alone import Alone
+from smolcluster.engine.elastic.member.busy_time import BusyTime
+from smolcluster.engine.elastic.member.member_side import MemberSide
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Context, State
 from smolcluster.strategies.base.replicated import Exchanging
