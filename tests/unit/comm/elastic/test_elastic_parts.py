@@ -58,10 +58,11 @@ def test_all_are_done_at_one_time_whatever_a_step_takes_beside_computing() -> No
     assert share_out(10, [100.0, 100.0], [0.0, 5.0]) == [9, 1]  # even idle it would be the last
 
 
+@pytest.mark.parametrize(("computes_on_cpu", "besides_s"), [(True, 0.08), (False, 0.02)], ids=["cpu", "gpu"])
 def test_a_machine_with_a_quarter_of_a_core_needs_four_times_as_long_to_move_bytes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, computes_on_cpu: bool, besides_s: float
 ) -> None:
-    """And what a checkpoint costs, once, does not count."""
+    """And what a checkpoint costs, once, does not count. How long a GPU computes says nothing about the CPU."""
     now = {"wall": 0.0, "cpu": 0.0}
     clock = SimpleNamespace(perf_counter=lambda: now["wall"], process_time=lambda: now["cpu"])
     monkeypatch.setattr(busy_time, "time", clock)
@@ -70,13 +71,13 @@ def test_a_machine_with_a_quarter_of_a_core_needs_four_times_as_long_to_move_byt
         now["cpu"] += cpu_s
         now["wall"] += 4 * cpu_s + waiting_s
 
-    busy = BusyTime()
+    busy = BusyTime(computes_on_cpu=computes_on_cpu)
     assert busy.end_step() == 0.0
     for checkpoint_s in (0.0, 0.0, 7.0, 0.0):
         with busy.computing():
             spend(0.1)
         spend(0.02 + checkpoint_s, waiting_s=3.0)
-        assert busy.end_step() == pytest.approx(0.08)
+        assert busy.end_step() == pytest.approx(besides_s)
 
 
 @pytest.mark.parametrize(

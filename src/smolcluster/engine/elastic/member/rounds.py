@@ -90,7 +90,7 @@ class ElasticRounds(Rounds, MemberSide):
         self._link.at_once(Kind.VIEW, self._announced)
         self._link.at_once(Kind.WELCOME, lambda _: self._abort("this worker was evicted and rejoins"))
         self._link.at_once(None, self._on_disconnected)
-        self._busy = BusyTime()
+        self._busy = BusyTime(computes_on_cpu=self.context.device.type == "cpu")
         self._apply_s = 0.0  # time to apply the last result
         self._round = 0  # the last step of the round that was begun
         self._local: Mapping[str, Any] | None = None  # of the last round: a restarted coordinator needs it
