@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.places import eventually
 from tests.unit.samples import logged, spec_of
 from tests.unit.story import ROOT, Script, Story, recorded, use_scripted_processes
 
@@ -249,7 +250,9 @@ def test_an_interrupt_does_not_end_a_process_that_has_just_started(tmp_path: Pat
 
 
 def cmdline(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
+    """It is empty for a moment while a process starts."""
+    found = eventually(Path(f"/proc/{pid}/cmdline").read_bytes, timeout_s=20.0, what="a command line")
+    return found.decode().rstrip("\0").split("\0")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
